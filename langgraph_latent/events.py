@@ -1,0 +1,136 @@
+"""Frozen records of what happened on an edge. Nothing here decides or stores anything; the tracer does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where in a graph something happened; empty strings outside one."""
+
+    node: str = ""
+    thread_id: str = ""
+    run_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Fields that every event has. `source` and `node` are the edge's two ends; `duration_s` is wall time."""
+
+    origin: Origin = field(default_factory=Origin)
+    handle: str = ""
+    model: str = ""
+    source: str = ""
+    num_tokens: int = 0
+    nbytes: int = 0
+    duration_s: float = 0.0
+    success: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The event as one flat, JSON-ready mapping with its name under `event`."""
+        data = asdict(self)
+        return {"event": type(self).__name__.lower(), **data.pop("origin"), **data}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Event):
+    """A model became resident."""
+
+    device: str = ""
+    dtype: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefilled(Event):
+    """`num_tokens` tokens went through the model; `cache_read` before them were reused."""
+
+    cache_read: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded(Event):
+    """`num_tokens` tokens were sampled."""
+
+    finish_reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Produced(Event):
+    """A node made a handle: its cache is in the pool."""
+
+    shape: tuple[int, ...] = ()
+    num_layers: int = 0
+    dtype: str = ""
+    checksum: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed(Event):
+    """The router decided how an edge is served."""
+
+    route: str = ""
+    level: int = 0
+    code: str = ""
+    reason: str = ""
+    differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivered(Event):
+    """`cache_read` tokens of a handle reached the receiver as KV cache, without being computed again."""
+
+    route: str = ""
+    cache_read: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebuilt(Event):
+    """`num_tokens` tokens of a handle had to be computed again from its recipe, because `reason`."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FellBack(Event):
+    """A route failed and the next safer one is taken."""
+
+    from_route: str = ""
+    to_route: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diverged(Event):
+    """The rendered prompt departs from the inherited tokens; only the common `num_tokens` are reused."""
+
+    inherited: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported(Event):
+    """A cache was written to a file or byte string."""
+
+    target: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingested(Event):
+    """A cache was read from a file or byte string and verified."""
+
+    target: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused(Event):
+    """A handle, file or byte string failed verification."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evicted(Event):
+    """Tensors left the pool; their handles still work."""
+
+    reason: str = ""

@@ -1,0 +1,238 @@
+"""The value on an edge: how a KV cache came about, small enough for any checkpoint.
+
+A handle is a recipe (messages and exact token ids, per segment) plus the identity of the model it was made for. It holds
+no tensor and knows nothing of pools, models or LangGraph.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from langgraph_latent.errors import HandleError
+
+Message = dict[str, Any]
+"""One chat message as plain data: `role`, `content` and, where present, `name`, `tool_calls`, `tool_call_id`."""
+
+TOKEN_BYTES = 4
+MAX_TOKENS = 1 << 24
+MAX_RECIPE_BYTES = 1 << 26
+SEGMENT_KINDS = ("prompt", "generated", "latent")
+
+
+def pack_tokens(ids: Iterable[int]) -> bytes:
+    """Token ids as uint32 bytes (little-endian, as every machine this runs on), the form in which prefixes are compared."""
+    return array("I", ids).tobytes()
+
+
+def unpack_tokens(tokens: bytes) -> list[int]:
+    """The token ids in `pack_tokens(ids)`."""
+    return array("I", tokens).tolist()
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """Number of leading tokens on which two packed sequences agree."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high // TOKEN_BYTES
+    while high - low > 1:  # a[:low] == b[:low] and a[:high] != b[:high]
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low // TOKEN_BYTES
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of a handle's tokens that one node added in one go.
+
+    `messages` are what these tokens say, as plain chat messages, for a receiver with another template. `digest` binds
+    kind, source, messages and token ids.
+    """
+
+    kind: str
+    source: str
+    num_tokens: int
+    messages: tuple[Message, ...]
+    digest: str = field(repr=False)
+
+    @classmethod
+    def of(cls, kind: str, source: str, tokens: bytes, messages: Sequence[Message]) -> Segment:
+        """Make a segment of packed `tokens`. Raises `HandleError` for an unknown kind."""
+        if kind not in SEGMENT_KINDS:
+            raise HandleError(f"unknown segment kind {kind!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
+        digest = hashlib.sha256(json.dumps([kind, source, messages], sort_keys=True).encode())
+        digest.update(tokens)
+        return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(messages), digest.hexdigest())
+
+
+def _handle_id(model: str, tenant: str, segments: Iterable[Segment]) -> str:
+    parts = [model, tenant, *(segment.digest for segment in segments)]
+    return "kv-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class KVHandle:
+    """A recipe for one sequence's KV cache, and the promise that it can be had.
+
+    Attributes:
+        id: digest of model, tenant and every segment; equal recipes have equal ids.
+        model: identity digest of the `ModelSpec` the cache belongs to.
+        tenant: who may use it; the empty string where tenants are not used.
+        nbytes: size of the cache's keys and values when the handle was made, in bytes.
+        tokens: token ids as packed uint32. The last one may not be in the cache yet (a sampled token is fed by the
+            next prefill); it counts all the same.
+        segments: who added which tokens, saying what.
+
+    Serialises (msgpack, `to_dict`) in a packed text form of at most 8 bytes a token and 2 kB, which the constructor
+    takes back; a packed form that does not match its id raises `HandleError`.
+    """
+
+    id: str
+    model: str
+    tenant: str
+    nbytes: int
+    tokens: bytes = field(repr=False)
+    segments: tuple[Segment, ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tokens, str) and isinstance(self.segments, str):
+            tokens, segments = _unpack(self.tokens, self.segments)
+            object.__setattr__(self, "tokens", tokens)
+            object.__setattr__(self, "segments", segments)
+            self.verify()
+
+    @classmethod
+    def root(cls, model: str, tenant: str = "") -> KVHandle:
+        """The handle of no tokens, from which every recipe grows."""
+        return cls._sound(model, tenant, 0, b"", ())
+
+    @classmethod
+    def _sound(cls, model: str, tenant: str, nbytes: int, tokens: bytes, segments: tuple[Segment, ...]) -> KVHandle:
+        handle = cls(_handle_id(model, tenant, segments), model, tenant, nbytes, tokens, segments)
+        handle.__dict__["_is_sound"] = True
+        return handle
+
+    def extend(
+        self, kind: str, source: str, tokens: bytes, messages: Sequence[Message], bytes_per_token: int = 0
+    ) -> KVHandle:
+        """The handle of this recipe with one more segment of packed `tokens`; O(new tokens) but for one copy."""
+        segment = Segment.of(kind, source, tokens, messages)
+        all_tokens = self.tokens + tokens
+        nbytes = len(all_tokens) // TOKEN_BYTES * bytes_per_token
+        return self._sound(self.model, self.tenant, nbytes, all_tokens, (*self.segments, segment))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids, the last sampled one included."""
+        return tuple(unpack_tokens(self.tokens))
+
+    @property
+    def source(self) -> str:
+        """The node that added the last segment; the empty string outside a graph."""
+        return self.segments[-1].source if self.segments else ""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Everything the tokens say, as plain chat messages."""
+        return tuple(message for segment in self.segments for message in segment.messages)
+
+    def verify(self) -> None:
+        """Check that the id is the digest of the content. Raises `HandleError`; a handle that passed is not read again."""
+        if self.__dict__.get("_is_sound"):
+            return
+        position, fresh = 0, []
+        try:
+            for segment in self.segments:
+                end = position + segment.num_tokens * TOKEN_BYTES
+                fresh.append(Segment.of(segment.kind, segment.source, self.tokens[position:end], segment.messages))
+                position = end
+            sound = position == len(self.tokens) and self.id == _handle_id(self.model, self.tenant, fresh)
+        except (TypeError, AttributeError) as error:
+            raise HandleError(f"handle {self.id!r} is malformed: {error}") from error
+        if not sound:
+            raise HandleError(f"handle {self.id!r} does not match its content; it was altered. Use an unaltered copy.")
+        self.__dict__["_is_sound"] = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The handle as strings and integers; `from_dict` is its inverse."""
+        tokens, segments = _pack(self.tokens, self.segments)
+        return {
+            "id": self.id,
+            "model": self.model,
+            "tenant": self.tenant,
+            "nbytes": self.nbytes,
+            "tokens": tokens,
+            "segments": segments,
+        }
+
+    _asdict = to_dict  # LangGraph's serialiser calls it before it walks the fields
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> KVHandle:
+        """Read what `to_dict` wrote. Raises `HandleError` for anything else."""
+        if not isinstance(data, Mapping) or set(data) != {"id", "model", "tenant", "nbytes", "tokens", "segments"}:
+            raise HandleError("not a handle: expected the mapping that KVHandle.to_dict() returns")
+        text_fields = ("id", "model", "tenant", "tokens", "segments")
+        if not all(isinstance(data[name], str) for name in text_fields) or not isinstance(data["nbytes"], int):
+            raise HandleError("not a handle: a field has the wrong type")
+        return cls(**data)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
+
+def _pack(tokens: bytes, segments: tuple[Segment, ...]) -> tuple[str, str]:
+    """Tokens as the narrowest of uint16 and uint32, both parts deflated and in base64."""
+    ids = array("I", tokens)
+    narrow = array("H", ids) if not ids or max(ids) < 1 << 16 else ids
+    rows = [[s.kind, s.source, s.num_tokens, s.messages] for s in segments]
+    width = narrow.itemsize.to_bytes(1, "little")
+    return (
+        _deflate(width + narrow.tobytes()),
+        _deflate(json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")),
+    )
+
+
+def _unpack(tokens: str, segments: str) -> tuple[bytes, tuple[Segment, ...]]:
+    try:
+        packed = _inflate(tokens, MAX_TOKENS * TOKEN_BYTES)
+        ids = array({2: "H", 4: "I"}[packed[0]], packed[1:])
+        all_tokens = array("I", ids).tobytes()
+        rows = json.loads(_inflate(segments, MAX_RECIPE_BYTES).decode("utf-8", "surrogatepass"))
+        position, unpacked = 0, []
+        for kind, source, num_tokens, messages in rows:
+            end = position + num_tokens * TOKEN_BYTES
+            unpacked.append(Segment.of(kind, source, all_tokens[position:end], messages))
+            position = end
+        return all_tokens, tuple(unpacked)
+    except (ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
+        raise HandleError(f"a handle's packed form can't be read: {error}") from error
+
+
+def _deflate(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 6)).decode()
+
+
+def _inflate(text: str, limit: int) -> bytes:
+    inflater = zlib.decompressobj()
+    data = inflater.decompress(base64.b64decode(text, validate=True), limit)
+    if not inflater.eof or inflater.unused_data:
+        raise ValueError(f"it is cut, padded or larger than {limit} bytes")
+    return data

@@ -1,0 +1,1 @@
+"""Tensors of KV caches: buffers, states, their file format. Nothing here knows text, models or LangGraph."""

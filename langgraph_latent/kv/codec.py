@@ -1,0 +1,181 @@
+"""A KV state and its handle as one self-describing safetensors file or byte string, verified before anything is used.
+
+    8 bytes header length | JSON header: tensor table, manifest, manifest's SHA-256 | tensors
+
+The manifest holds schema version, model identity, per-layer kind, window, positions, shapes, dtype, the handle and a
+SHA-256 of every tensor. The codec knows tensors and manifests; whether a model fits is asked of the manifest by
+whoever reads. Nothing is ever un-pickled, and nothing is allocated before sizes and shapes were checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save
+
+from langgraph_latent.errors import CodecError, HandleError
+from langgraph_latent.handle import KVHandle
+from langgraph_latent.kv.state import KVState, LayerKind, tensor_bytes
+from langgraph_latent.spec import ModelSpec
+
+SCHEMA_VERSION = 1
+MAX_HEADER_BYTES = 1 << 27
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+class Decoded(NamedTuple):
+    """What a blob held."""
+
+    handle: KVHandle
+    state: KVState
+
+
+def encode(handle: KVHandle, state: KVState, spec: ModelSpec) -> bytes:
+    """One byte string that `decode` takes back. Sliding-window layers hold only what the next token may attend to."""
+    tensors: dict[str, torch.Tensor] = {}
+    rows = []
+    for index, (kind, pair) in enumerate(zip(state.kinds, state.layers(), strict=True)):
+        row: dict[str, Any] = {"kind": kind.name, "window": kind.window, "begin": kind.first_needed(state.num_tokens)}
+        for part, tensor in zip(("keys", "values"), pair, strict=True):
+            tensors[_name(index, part)] = tensor.detach().to("cpu").contiguous()
+            row[part] = {"shape": list(tensor.shape), "sha256": _sha256(tensor_bytes(tensor))}
+        rows.append(row)
+    manifest = json.dumps(
+        {
+            "schema": SCHEMA_VERSION,
+            "model": spec.identity,
+            "dtype": spec.dtype,
+            "num_tokens": state.num_tokens,
+            "layers": rows,
+            "handle": handle.to_dict(),
+        },
+        sort_keys=True,
+    )
+    return save(tensors, {"manifest": manifest, "manifest_sha256": _sha256(manifest.encode())})
+
+
+def decode(blob: bytes | memoryview, spec: ModelSpec) -> Decoded:
+    """Verify a blob for the model of `spec` and view its tensors, sharing memory with `blob`.
+
+    Raises `CodecError` for anything that is not exactly what `encode` wrote for this model.
+    """
+    try:
+        return _decode(memoryview(blob), spec)
+    except CodecError:
+        raise
+    except HandleError as error:
+        raise CodecError(f"the cache's recipe is refused: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, struct.error) as error:
+        raise CodecError(f"not a cache of this library, or damaged: {type(error).__name__}: {error}") from error
+
+
+def write_file(path: Path, blob: bytes) -> None:
+    """Put a blob into a file that only its owner can read, whole or not at all."""
+    fd, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(blob)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+
+
+def _decode(blob: memoryview, spec: ModelSpec) -> Decoded:
+    header, data = _split(blob)
+    metadata = header.pop("__metadata__")
+    manifest = _verified_manifest(metadata)
+    _check_model(manifest, spec)
+    num_tokens = manifest["num_tokens"]
+    handle = KVHandle.from_dict(manifest["handle"])
+    if not 0 < num_tokens <= handle.num_tokens or handle.model != spec.identity:
+        raise CodecError(f"the manifest's {num_tokens} cached tokens do not fit its handle of {handle.num_tokens}")
+    kinds, layers, used = [], [], 0
+    for index, (row, layer) in enumerate(zip(manifest["layers"], spec.layers, strict=True)):
+        kind = LayerKind(layer.kind, layer.window)
+        begin = kind.first_needed(num_tokens)
+        if (row["kind"], row["window"], row["begin"]) != (kind.name, kind.window, begin):
+            raise CodecError(
+                f"layer {index} is declared {row['kind']} from {row['begin']}, expected {kind.name} from {begin}"
+            )
+        pair = []
+        for part, dim in (("keys", layer.key_dim), ("values", layer.value_dim)):
+            entry = header.pop(_name(index, part))
+            shape = [1, layer.kv_heads, num_tokens - begin, dim]
+            tensor, span = _tensor(entry, row[part], shape, spec.dtype, data, f"layer {index} {part}")
+            pair.append(tensor)
+            used += span
+        kinds.append(kind)
+        layers.append((pair[0], pair[1]))
+    if header or used != len(data):
+        raise CodecError("the file holds more than its manifest declares")
+    return Decoded(handle, KVState.from_tensors(tuple(kinds), layers, num_tokens))
+
+
+def _split(blob: memoryview) -> tuple[dict[str, Any], memoryview]:
+    """Header and data of a safetensors byte string."""
+    if len(blob) < 8:
+        raise CodecError(f"{len(blob)} bytes are too few for a cache")
+    (length,) = struct.unpack("<Q", blob[:8])
+    if length > min(len(blob) - 8, MAX_HEADER_BYTES):
+        raise CodecError(f"a header of {length} bytes is declared, but {len(blob) - 8} bytes follow")
+    header = json.loads(bytes(blob[8 : 8 + length]))
+    return header, blob[8 + length :]
+
+
+def _verified_manifest(metadata: dict[str, str]) -> dict[str, Any]:
+    if set(metadata) != {"manifest", "manifest_sha256"}:
+        raise CodecError("no manifest: this safetensors file is not a cache of this library")
+    if _sha256(metadata["manifest"].encode()) != metadata["manifest_sha256"]:
+        raise CodecError("the manifest does not match its SHA-256; the file is damaged or was altered")
+    manifest: dict[str, Any] = json.loads(metadata["manifest"])
+    if manifest["schema"] != SCHEMA_VERSION:
+        raise CodecError(f"schema version {manifest['schema']}, this library reads {SCHEMA_VERSION}; export it again")
+    return manifest
+
+
+def _check_model(manifest: dict[str, Any], spec: ModelSpec) -> None:
+    if manifest["model"] != spec.identity:
+        raise CodecError(
+            f"this cache belongs to model {manifest['model']}, not to {spec.name!r} ({spec.identity}); use the same "
+            "weights, tokenizer, dtype and attention implementation, or send text"
+        )
+    if manifest["dtype"] != spec.dtype or len(manifest["layers"]) != len(spec.layers):
+        raise CodecError("the manifest's dtype or number of layers is not the model's")
+
+
+def _tensor(
+    entry: dict[str, Any], row: dict[str, Any], shape: list[int], dtype: str, data: memoryview, where: str
+) -> tuple[torch.Tensor, int]:
+    """One tensor as a view of `data`, and its length in bytes, after every check."""
+    kind = DTYPES[entry["dtype"]]
+    begin, end = entry["data_offsets"]
+    nbytes = kind.itemsize
+    for size in shape:
+        nbytes *= size
+    if entry["shape"] != shape or row["shape"] != shape or str(kind) != f"torch.{dtype}":
+        raise CodecError(f"{where} is declared {entry['dtype']} {entry['shape']}, expected {dtype} {shape}")
+    if not 0 <= begin <= end <= len(data) or end - begin != nbytes:
+        raise CodecError(f"{where} is declared at bytes {begin} to {end} of {len(data)}, expected {nbytes} bytes")
+    chunk = data[begin:end]
+    if _sha256(chunk) != row["sha256"]:
+        raise CodecError(f"{where} does not match its SHA-256; the file is damaged or was altered")
+    tensor = torch.frombuffer(chunk, dtype=kind).reshape(shape)
+    if not torch.isfinite(tensor).all():
+        raise CodecError(f"{where} holds values that are not finite")
+    return tensor, nbytes
+
+
+def _name(index: int, part: str) -> str:
+    return f"layers.{index}.{part}"
+
+
+def _sha256(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()

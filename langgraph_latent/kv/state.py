@@ -1,0 +1,232 @@
+"""One sequence's KV cache as an immutable value, and the only door to transformers' `Cache`.
+
+A `KVState` is a length over a `KVBuffer`; a `KVTail` is the right to write behind it, dressed as a `Cache` for one
+model call after another. Neither knows which model or tokens it belongs to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from langgraph_latent.errors import UnsupportedLayerError
+from langgraph_latent.kv.buffer import KVBuffer, LayerStore
+
+
+class LayerKind(NamedTuple):
+    """What a cache layer keeps: "full" or "sliding", and the window in tokens (0 for full)."""
+
+    name: str
+    window: int = 0
+
+    def first_needed(self, length: int) -> int:
+        """The first position that the next token of a sequence of `length` tokens may attend to."""
+        return max(0, length - self.window + 1) if self.window else 0
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
+    """The kind of every cache layer of a model. Raises `UnsupportedLayerError` for one that `KVState` can't hold."""
+    kinds = []
+    for index, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            kinds.append(LayerKind("sliding", layer.sliding_window))
+        elif type(layer) is DynamicLayer:
+            kinds.append(LayerKind("full"))
+        else:
+            raise UnsupportedLayerError(
+                f"layer {index} of {config.model_type!r} keeps a {type(layer).__name__}; only full and sliding-window "
+                "attention can be handed over yet. Use a text edge for this model."
+            )
+    return tuple(kinds)
+
+
+class KVState:
+    """The keys and values of a sequence's first `num_tokens` tokens, per layer `(1, kv_heads, seq, head_dim)`.
+
+    Keys are after RoPE at positions 0 .. num_tokens. Never changes; cropping and forking share memory.
+    """
+
+    __slots__ = ("buffer", "kinds", "num_tokens", "__weakref__")
+
+    def __init__(self, buffer: KVBuffer, kinds: tuple[LayerKind, ...], num_tokens: int) -> None:
+        self.buffer = buffer
+        self.kinds = kinds
+        self.num_tokens = num_tokens
+        buffer.add_view(self)
+
+    @classmethod
+    def empty(cls, kinds: tuple[LayerKind, ...]) -> KVState:
+        """The state of no tokens."""
+        return cls(KVBuffer.empty(len(kinds)), kinds, 0)
+
+    @classmethod
+    def from_tensors(
+        cls, kinds: tuple[LayerKind, ...], layers: list[tuple[torch.Tensor, torch.Tensor]], num_tokens: int
+    ) -> KVState:
+        """A state over given keys and values, taken over without a copy; sliding layers hold their last tokens."""
+        stores = [LayerStore(keys, values, num_tokens - keys.shape[-2]) for keys, values in layers]
+        return cls(KVBuffer(stores), kinds, num_tokens)
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values in it, spare capacity not included."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers())
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that the next token may attend to; views."""
+        begin = self.kinds[index].first_needed(self.num_tokens)
+        return self.buffer.layers[index].view(begin, self.num_tokens)
+
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """`layer(i)` for every layer; empty for a state of no tokens."""
+        return [self.layer(index) for index in range(len(self.kinds))] if self.num_tokens else []
+
+    def can_crop(self, num_tokens: int) -> bool:
+        """Whether the first `num_tokens` tokens alone are still complete in every layer."""
+        if not 0 <= num_tokens <= self.num_tokens:
+            return False
+        stores = zip(self.kinds, self.buffer.layers, strict=True)
+        return all(store.start <= kind.first_needed(num_tokens) for kind, store in stores)
+
+    def crop(self, num_tokens: int) -> KVState:
+        """The state of the first `num_tokens` tokens, by view. Raises `ValueError` where `can_crop` is False."""
+        if num_tokens == self.num_tokens:
+            return self
+        if not self.can_crop(num_tokens):
+            raise ValueError(f"a state of {self.num_tokens} tokens can't be cropped to {num_tokens}")
+        return KVState(self.buffer, self.kinds, num_tokens)
+
+    def checksum(self) -> str:
+        """SHA-256 over shape, dtype and bytes of every layer; reads all of it."""
+        digest = hashlib.sha256()
+        for pair in self.layers():
+            for tensor in pair:
+                digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+                digest.update(tensor_bytes(tensor))
+        return digest.hexdigest()
+
+    def equals(self, other: KVState) -> bool:
+        """Whether kinds, length and every key and value are equal, bit for bit."""
+        if (self.kinds, self.num_tokens) != (other.kinds, other.num_tokens):
+            return False
+        pairs = zip(self.layers(), other.layers(), strict=True)
+        return all(torch.equal(a, b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+
+    def append(self, expected: int = 0) -> KVTail:
+        """Begin to write behind this state; `expected` is the length to make room for, where it is known."""
+        return KVTail(self, expected)
+
+
+class KVTail:
+    """The right to append behind a state, as a context manager; `cache` goes to the model's forward.
+
+    In place where the state ends its buffer and nobody else writes, otherwise in a copy made on the first write.
+    """
+
+    def __init__(self, state: KVState, expected: int) -> None:
+        self._kinds = state.kinds
+        self._claimed = state.buffer.claim(state.num_tokens)
+        self._buffer = state.buffer if self._claimed else KVBuffer.empty(len(state.kinds))
+        self._state = state  # keeps the forked buffer, and the claimed one's sealed length, alive
+        length, old, new = state.num_tokens, state.buffer.layers, self._buffer.layers
+        self._layers = [
+            _TailLayer(kind, new[index], old[index], length, expected) for index, kind in enumerate(state.kinds)
+        ]
+        self.cache = Cache(layers=self._layers)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens complete in every layer."""
+        return min(layer.length for layer in self._layers)
+
+    def seal(self) -> KVState:
+        """The state of everything appended so far."""
+        if self.num_tokens == self._state.num_tokens:
+            return self._state
+        return KVState(self._buffer, self._kinds, self.num_tokens)
+
+    def close(self) -> None:
+        """Give the tail back; what was not sealed is forgotten."""
+        if self._claimed:
+            self._claimed = False
+            self._buffer.release()
+
+    def __enter__(self) -> KVTail:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _TailLayer(CacheLayerMixin):
+    """transformers' view of one layer under a tail. Built once per layer and hand-over, so it does next to nothing."""
+
+    is_croppable = False
+    is_initialized = True
+
+    def __init__(self, kind: LayerKind, store: LayerStore, origin: LayerStore, length: int, expected: int) -> None:
+        self.length = length
+        self.is_sliding = kind.window > 0
+        self._kind = kind
+        self._store = store
+        self._origin = origin
+        self._expected = expected
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._origin is not self._store:
+            if self.length:
+                self._store.copy_from(self._origin, self.length, key_states, value_states, self._expected)
+            self._origin = self._store
+        begin = self._kind.first_needed(self.length)
+        self._store.write(self.length, key_states, value_states, self._expected)
+        self.length += key_states.shape[-2]
+        return self._store.view(begin, self.length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        begin = self._kind.first_needed(self.length)
+        return self.length - begin + query_length, begin
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self._kind.window or -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to prepare: storage is allocated on the first write."""
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self._view()[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self._view()[1]
+
+    def _view(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        store = self._store if self._store.keys is not None else self._origin
+        return store.view(self._kind.first_needed(self.length), self.length) if self.length else (None, None)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes in row-major order, on the CPU; no copy where it is contiguous there already."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())

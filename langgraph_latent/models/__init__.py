@@ -1,0 +1,1 @@
+"""Language models and their words: loading, prompts, prefill and decode. Nothing here knows pools, edges or LangGraph."""

@@ -1,0 +1,131 @@
+"""From messages to token ids and back, by the model's own template and tokenizer. It knows no tensors and no caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jinja2.exceptions import TemplateError as JinjaError
+from transformers import PreTrainedTokenizerBase
+
+from langgraph_latent.errors import PromptError, TemplateError
+from langgraph_latent.handle import KVHandle, Message, common_tokens, pack_tokens
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+class Prompt(NamedTuple):
+    """A rendered prompt: packed token ids, of which the first `inherited` are those of a given handle."""
+
+    tokens: bytes
+    inherited: int
+
+
+class PromptWriter:
+    """Renders messages for one model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self._tokenizer = tokenizer
+        self._name = name
+
+    def write(self, messages: Sequence[Message], *, reply: bool) -> Prompt:
+        """The prompt for `messages`; with `reply` it ends where the assistant's answer begins.
+
+        Raises `PromptError` where there is nothing to read and `TemplateError` where the template refuses.
+        """
+        return Prompt(pack_tokens(self._encode(self._render(messages, reply))), 0)
+
+    def extend(self, handle: KVHandle, messages: Sequence[Message], *, reply: bool) -> Prompt:
+        """The prompt for a handle's messages and `messages` behind them.
+
+        Equal to `write` of all messages, but where the tokens sampled for an answer are not what the tokenizer makes of
+        its text, the sampled ones stand. A template that rewrites history leaves only the common part inherited.
+        """
+        text = self._render([*handle.messages, *messages], reply)
+        tokens = pack_tokens(self._encode(text))
+        common = common_tokens(tokens, handle.tokens)
+        if common < handle.num_tokens and _was_sampled(handle, common):
+            rest = self._behind(handle, text)
+            if rest is not None:
+                return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
+        return Prompt(tokens, common)
+
+    def _behind(self, handle: KVHandle, text: str) -> str | None:
+        """What of a rendered prompt comes behind a handle's tokens; None where the template rewrites the handle's part."""
+        told = self._render(handle.messages, reply=False)
+        if not text.startswith(told):
+            return None
+        if handle.segments[-1].kind != "generated":
+            return text[len(told) :]
+        marked = self._render([*handle.messages[:-1], {**handle.messages[-1], "content": MARK}], reply=False)
+        before, _, closing = marked.rpartition(MARK)
+        if not (told.startswith(before) and told.endswith(closing)):
+            return None
+        rest = closing + text[len(told) :]
+        return rest.removeprefix(self._decode(handle.token_ids[-1:]))  # an end token that was sampled closes it already
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _render(self, messages: Sequence[Message], reply: bool) -> str:
+        if not any(message.get("content") or message.get("tool_calls") for message in messages):
+            raise PromptError("the prompt is empty: pass at least one message with some text")
+        try:
+            text: Any = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply)
+        except (JinjaError, ValueError, TypeError, KeyError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TemplateError(
+                f"the chat template of {self._name!r} refuses these messages (roles: {roles}): {error}"
+            ) from error
+        return str(text)
+
+
+def _was_sampled(handle: KVHandle, index: int) -> bool:
+    """Whether token `index` of a handle, or one before it, was sampled and not written by the template."""
+    position = 0
+    for segment in handle.segments:
+        position += segment.num_tokens
+        if index < position:
+            return segment.kind == "generated"
+    return False
+
+
+class Detokenizer:
+    """Text from sampled tokens, as early as it is certain: no half characters, nothing that may begin a stop string."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._sent = 0
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Add a token; the text that became certain. Sets `stopped` where a stop string is complete."""
+        self._ids.append(token)
+        self.text = self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+            return self.flush()
+        return self._send(len(self.text) - self._uncertain())
+
+    def flush(self) -> str:
+        """What is left when no more tokens come."""
+        return self._send(len(self.text))
+
+    def _send(self, end: int) -> str:
+        begin, self._sent = self._sent, max(self._sent, end)
+        return self.text[begin : self._sent]
+
+    def _uncertain(self) -> int:
+        """Length of the tail that a next token could still change or turn into a stop string."""
+        half = 1 if self.text.endswith(UNFINISHED) else 0
+        starts = (n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        return max(half, *starts, 0)

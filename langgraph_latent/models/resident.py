@@ -1,0 +1,234 @@
+"""One Hugging Face model and its tokenizer, loaded once per process, and the calls that run it.
+
+A `ResidentModel` prefills and decodes over `KVState`s. It knows nothing of who keeps them, of messages or of graphs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from langgraph_latent.errors import ContextLengthError, LatentError, ModelLoadError
+from langgraph_latent.kv.state import KVState, KVTail, layer_kinds
+from langgraph_latent.models.digest import weights_digest
+from langgraph_latent.models.prompt import PromptWriter
+from langgraph_latent.models.sampling import Sampler
+from langgraph_latent.spec import LayerSpec, ModelSpec
+
+PREFILL_CHUNK = 2048
+
+
+class ModelKey(NamedTuple):
+    """What makes two requests for a model the same: folder or hub id, revision, dtype and device ("auto" where open)."""
+
+    name: str
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+class ResidentModel:
+    """A model in memory. One forward runs at a time; every method is safe in threads.
+
+    Attributes:
+        spec: the model's identity.
+        kinds: its cache layers.
+        prompts: renders messages for it.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, weights: str) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.kinds = layer_kinds(model.config)
+        self.prompts = PromptWriter(tokenizer, name)
+        self._lock = threading.Lock()
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._keeps_logits = "logits_to_keep" in parameters
+        self.spec = _spec_of(self, name, weights)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Token ids that end an answer."""
+        configured = self.model.generation_config.eos_token_id
+        ends = configured if isinstance(configured, list) else [configured, self.tokenizer.eos_token_id]
+        return frozenset(token for token in ends if token is not None)
+
+    def empty_state(self) -> KVState:
+        return KVState.empty(self.kinds)
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise `ContextLengthError` where a sequence of `num_tokens` is longer than the model takes."""
+        if self.spec.max_positions and num_tokens > self.spec.max_positions:
+            raise ContextLengthError(
+                f"the prompt has {num_tokens} tokens, but {self.spec.name!r} takes at most {self.spec.max_positions}; "
+                "shorten the messages, inherit less, or use a model with a longer context"
+            )
+
+    def prefill(
+        self, ids: Sequence[int], tail: KVTail, on_progress: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Feed `ids` behind a tail, in chunks; the logits after the last one, shape (vocab,).
+
+        Raises `ContextLengthError` before anything is computed where the sequence would be longer than the model takes.
+        """
+        self.check_length(tail.num_tokens + len(ids))
+        for begin in range(0, len(ids), PREFILL_CHUNK):
+            logits = self.forward(ids[begin : begin + PREFILL_CHUNK], tail)
+            if on_progress:
+                on_progress(min(begin + PREFILL_CHUNK, len(ids)))
+        return logits
+
+    @torch.no_grad()
+    def forward(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
+        """One model call on `ids` behind a tail: suffix ids with a mask over the whole length. Logits of the last token."""
+        suffix = torch.tensor([ids], device=self.device)
+        mask = torch.ones((1, tail.num_tokens + len(ids)), dtype=torch.long, device=self.device)
+        arguments: dict[str, Any] = {self._cache_argument: tail.cache, "use_cache": True}
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = 1
+        with self._lock:
+            output = self.model(input_ids=suffix, attention_mask=mask, **arguments)
+        return output.logits[0, -1]
+
+    def decode(
+        self, ids: Sequence[int], logits: torch.Tensor, tail: KVTail, sampler: Sampler, limit: int
+    ) -> Iterator[int]:
+        """Sample up to `limit` tokens behind prompt `ids`, of which `tail` holds all and `logits` follows the last.
+
+        Stops after an end token, which is yielded too. The last token yielded is not in the cache: it is the pending
+        one, fed by whoever goes on.
+        """
+        if self.spec.max_positions:
+            limit = min(limit, self.spec.max_positions - len(ids))
+        sequence = list(ids)
+        ends = self.end_tokens
+        for remaining in range(limit, 0, -1):
+            token = sampler.pick(sequence, logits)
+            sequence.append(token)
+            yield token
+            if token in ends or remaining == 1:
+                return
+            logits = self.forward([token], tail)
+
+
+_resident: dict[ModelKey, ResidentModel] = {}
+_users: dict[ModelKey, int] = {}
+_load_lock = threading.RLock()
+
+
+def acquire(key: ModelKey) -> ResidentModel:
+    """The one resident model for `key`, loaded on first use. Every call needs a `release`.
+
+    Parallel callers wait for one load. Raises `ModelLoadError` for a name or folder that holds no usable model.
+    """
+    with _load_lock:
+        if key not in _resident:
+            _resident[key] = _load(key)
+        _users[key] = _users.get(key, 0) + 1
+        return _resident[key]
+
+
+def release(key: ModelKey) -> None:
+    """Give a model back; its weights are freed with the last user."""
+    with _load_lock:
+        _users[key] -= 1
+        if not _users[key]:
+            del _users[key], _resident[key]
+
+
+def num_resident() -> int:
+    """How many models this process holds."""
+    return len(_resident)
+
+
+def _load(key: ModelKey) -> ResidentModel:
+    folder = _folder_of(key)
+    device = _default_device() if key.device == "auto" else key.device
+    dtype = _default_dtype(device) if key.dtype == "auto" else key.dtype
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device, use_safetensors=True)
+    except LatentError:
+        raise
+    except Exception as error:  # the one place where loading errors, of whatever kind, become ours
+        raise ModelLoadError(f"{key.name!r} can't be loaded as a causal language model: {error}") from error
+    return ResidentModel(model.eval(), tokenizer, key.name, weights_digest(folder))
+
+
+def _folder_of(key: ModelKey) -> Path:
+    """The local folder of a model: the name itself, or the snapshot of a hub id (downloaded if the hub is reachable)."""
+    if Path(key.name).is_dir():
+        folder = Path(key.name)
+        if not (folder / "config.json").is_file():
+            raise ModelLoadError(
+                f"the folder {key.name!r} holds no config.json; pass a folder made by save_pretrained()"
+            )
+        return folder
+    try:
+        config = cached_file(key.name, "config.json", revision=key.revision)
+    except Exception as error:
+        raise ModelLoadError(
+            f"{key.name!r} is neither a local folder nor a model on the hub or in its cache. Check the spelling, pass a "
+            f"folder, or download it first with `hf download`. ({error})"
+        ) from error
+    return Path(str(config)).parent
+
+
+def _default_device() -> str:
+    if torch.cuda.is_available():
+        return "auto" if torch.cuda.device_count() > 1 else "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _default_dtype(device: str) -> str:
+    """The checkpoint's own dtype on an accelerator; float32 on a CPU, where narrower types are slower."""
+    return "float32" if device == "cpu" else "auto"
+
+
+def _spec_of(resident: ResidentModel, name: str, weights: str) -> ModelSpec:
+    """Read the identity off a loaded model; layer shapes come from a run of one token."""
+    config = resident.model.config.get_text_config()
+    with resident.empty_state().append() as tail:
+        resident.forward([0], tail)
+        state = tail.seal()
+    pairs = state.layers()
+    layers = tuple(
+        LayerSpec(kind.name, kind.window, keys.shape[1], keys.shape[-1], values.shape[-1])
+        for kind, (keys, values) in zip(state.kinds, pairs, strict=True)
+    )
+    rope = getattr(config, "rope_parameters", None)
+    tokenizer = resident.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    quantization = getattr(resident.model.config, "quantization_config", None)
+    return ModelSpec(
+        name=name,
+        architecture=type(resident.model).__name__,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        layers=layers,
+        rope=json.dumps(rope, sort_keys=True, default=str) if rope else "",
+        weights=weights,
+        tokenizer=hashlib.sha256(words.encode()).hexdigest(),
+        template=hashlib.sha256(str(tokenizer.chat_template or "").encode()).hexdigest(),
+        adapters=(),
+        dtype=str(pairs[0][0].dtype).removeprefix("torch."),
+        quantization=str(getattr(quantization, "quant_method", "")) if quantization else "",
+        attention=str(config._attn_implementation),
+        max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
+        bytes_per_token=sum(keys[0, :, 0].nbytes + values[0, :, 0].nbytes for keys, values in pairs),
+    )

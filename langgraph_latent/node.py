@@ -1,0 +1,117 @@
+"""`LatentNode`: a chat model as a LangGraph node that inherits and hands on a KV cache; and `LatentState`.
+
+It knows prompts and state keys, and leaves models, caches and routes to the chat model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import Runnable, RunnableConfig
+from langgraph.graph.message import add_messages
+from typing_extensions import TypedDict
+
+from langgraph_latent.channel import LatentChannel
+from langgraph_latent.chat_model import ChatLatent
+from langgraph_latent.errors import ConfigError, PromptError
+from langgraph_latent.handle import KVHandle
+
+MODES = ("read", "decode")
+Prompt = str | Sequence[Any] | ChatPromptTemplate | Callable[[Mapping[str, Any]], Sequence[BaseMessage]]
+
+
+class LatentState(TypedDict, total=False):
+    """A graph state with messages and one latent edge."""
+
+    messages: Annotated[list[BaseMessage], add_messages]
+    latent: Annotated[KVHandle | None, LatentChannel]
+
+
+class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
+    """A node that continues the KV cache in the state and writes the grown one back.
+
+    Args:
+        chat: the model.
+        prompt: a template filled from the state ("{report}"), a list as `ChatPromptTemplate` takes it
+            ([("system", "..."), ("human", "{question}")]), or a function from state to messages.
+        mode: "decode" answers; "read" only prefills.
+        writes: state key for the answer: "messages" gets the AIMessage, any other key its text. None keeps only the handle.
+        latent: state key that the new handle is written to.
+        inherit: state key (or keys) whose handles are continued; `latent` by default, () to start afresh.
+        options: per-call options of the chat model, for example `max_tokens`.
+
+    Raises `PromptError` where the state lacks a key that the template names.
+    """
+
+    def __init__(
+        self,
+        chat: ChatLatent,
+        *,
+        prompt: Prompt,
+        mode: Literal["read", "decode"] = "decode",
+        writes: str | None = None,
+        latent: str = "latent",
+        inherit: str | Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"mode={mode!r} is unknown; known modes: {', '.join(MODES)}")
+        if mode == "read" and (writes or options):
+            raise ConfigError("a node that only reads writes no answer: leave out `writes` and decoding options")
+        self.chat = chat
+        self.mode = mode
+        self.writes = writes
+        self.latent = latent
+        self.inherit = (latent,) if inherit is None else (inherit,) if isinstance(inherit, str) else tuple(inherit)
+        self.options = options
+        self._prompt = _prompt_function(prompt)
+
+    def invoke(self, input: Mapping[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
+        """Run the node on a state; the update for it."""
+        messages, handles = self._prompt(input), self._inherited(input)
+        if self.mode == "read":
+            return {self.latent: self.chat.read(messages, inherit=handles, config=config)}
+        return self._update(self.chat.invoke(messages, config, inherit=handles, **self.options))
+
+    async def ainvoke(
+        self, input: Mapping[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """`invoke` without blocking the event loop."""
+        messages, handles = self._prompt(input), self._inherited(input)
+        if self.mode == "read":
+            return {self.latent: await self.chat.aread(messages, inherit=handles, config=config)}
+        return self._update(await self.chat.ainvoke(messages, config, inherit=handles, **self.options))
+
+    def _inherited(self, state: Mapping[str, Any]) -> list[KVHandle]:
+        """The handles under the inherited keys; a key that is not written yet adds none."""
+        handles: list[KVHandle] = []
+        for key in self.inherit:
+            value = state.get(key)
+            handles += [] if value is None else [value] if isinstance(value, KVHandle) else value
+        return handles
+
+    def _update(self, reply: AIMessage) -> dict[str, Any]:
+        update: dict[str, Any] = {self.latent: self.chat.handle(reply)}
+        if self.writes:
+            update[self.writes] = [reply] if self.writes == "messages" else reply.text
+        return update
+
+
+def _prompt_function(prompt: Prompt) -> Callable[[Mapping[str, Any]], Sequence[BaseMessage]]:
+    if callable(prompt) and not isinstance(prompt, ChatPromptTemplate):
+        return prompt
+    template = (
+        prompt
+        if isinstance(prompt, ChatPromptTemplate)
+        else ChatPromptTemplate.from_messages([("human", prompt)] if isinstance(prompt, str) else list(prompt))
+    )
+
+    def fill(state: Mapping[str, Any]) -> Sequence[BaseMessage]:
+        if missing := [name for name in template.input_variables if name not in state]:
+            raise PromptError(f"the prompt names {missing[0]!r}, but the state has only: {', '.join(sorted(state))}")
+        return template.format_messages(**{name: state[name] for name in template.input_variables})
+
+    return fill

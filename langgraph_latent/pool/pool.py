@@ -1,0 +1,252 @@
+"""The cache pool: KV states under token prefixes, within a byte budget.
+
+It keeps tensors and finds them by model, tenant and token ids. It knows nothing about text, routes or LangGraph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from langgraph_latent.errors import CacheBudgetError, IntegrityError
+from langgraph_latent.handle import TOKEN_BYTES
+from langgraph_latent.kv.buffer import KVBuffer
+from langgraph_latent.kv.state import KVState
+from langgraph_latent.pool.policies import LRU, Block, EvictionPolicy
+from langgraph_latent.pool.prefix import Node, PrefixIndex
+
+
+class Namespace(NamedTuple):
+    """Reuse never crosses it: the model's identity and the tenant."""
+
+    model: str
+    tenant: str
+
+
+class PoolInfo(NamedTuple):
+    """Sizes of a pool. `used_bytes` counts every storage once, spare capacity included."""
+
+    budget_bytes: int
+    used_bytes: int
+    num_entries: int
+    num_buffers: int
+    num_pinned: int
+
+
+@dataclass(eq=False)
+class Entry:
+    """One kept state. `handles` are ids that mean it, `owners` the threads and scopes that made it; `used` a logical time."""
+
+    namespace: Namespace
+    state: KVState
+    node: Node[Entry]
+    handles: set[str] = field(default_factory=set)
+    owners: set[str] = field(default_factory=set)
+    used: int = 0
+    pins: int = 0
+    pinned_until: float = 0.0
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pins > 0 or self.pinned_until > time.monotonic()
+
+
+class CachePool:
+    """Keeps states within `budget_bytes` of unique storage. Every method is safe in threads."""
+
+    def __init__(self, budget_bytes: int, policy: EvictionPolicy | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self._policy = policy or LRU()
+        self._lock = threading.RLock()
+        self._indexes: dict[Namespace, PrefixIndex[Entry]] = {}
+        self._buffers: dict[int, set[Entry]] = {}
+        self._sizes: dict[int, int] = {}
+        self._used_bytes = 0
+        self._handles: dict[str, Entry] = {}
+        self._owners: dict[str, set[Entry]] = {}
+        self._clock = itertools.count(1)
+
+    def put(
+        self, namespace: Namespace, tokens: bytes, state: KVState, handle: str, owners: Iterable[str] = ()
+    ) -> list[str]:
+        """Keep `state`, the cache of packed `tokens`, for a handle id; returns the ids that lost their tensors for it.
+
+        Raises `CacheBudgetError`, and changes nothing, where the state's storage alone is larger than the budget.
+        """
+        assert state.num_tokens * TOKEN_BYTES == len(tokens)
+        if not tokens:
+            return []
+        with self._lock:
+            self.check_fits(state.buffer.nbytes)
+            entry = self._entry(namespace, tokens, state)
+            entry.used = next(self._clock)
+            if (known := self._handles.get(handle)) is not None:
+                known.handles.discard(handle)
+            entry.handles.add(handle)
+            self._handles[handle] = entry
+            for owner in owners:
+                entry.owners.add(owner)
+                self._owners.setdefault(owner, set()).add(entry)
+            self._measure(entry.state.buffer)
+            return self._shrink(keep=entry)
+
+    def longest_prefix(self, namespace: Namespace, tokens: bytes, limit: int) -> KVState | None:
+        """The state that shares the longest prefix with packed `tokens`, cropped to it and to `limit` tokens."""
+        with self._lock:
+            index = self._indexes.get(namespace)
+            for num_tokens, entry in index.matches(tokens) if index else ():
+                length = min(num_tokens, limit)
+                if length and entry.state.can_crop(length):
+                    entry.used = next(self._clock)
+                    return entry.state.crop(length)
+        return None
+
+    def check_fits(self, nbytes: int) -> None:
+        """Raise `CacheBudgetError` where one cache of `nbytes` is more than the whole budget."""
+        if nbytes > self.budget_bytes:
+            raise CacheBudgetError(
+                f"one cache of {nbytes:,} bytes does not fit the pool's budget of {self.budget_bytes:,} bytes; raise it "
+                "with LatentWorkspace(memory=...), or shorten the prompt. What is kept already stays."
+            )
+
+    def has(self, handle: str) -> bool:
+        """Whether tensors are kept for a handle id."""
+        return handle in self._handles
+
+    def pin(self, handle: str, ttl_s: float | None = None) -> bool:
+        """Keep a handle's tensors from being evicted, for `ttl_s` seconds or until `unpin`; False when they are gone."""
+        with self._lock:
+            entry = self._handles.get(handle)
+            if entry is None:
+                return False
+            if ttl_s is None:
+                entry.pins += 1
+            else:
+                entry.pinned_until = max(entry.pinned_until, time.monotonic() + ttl_s)
+            return True
+
+    def unpin(self, handle: str) -> None:
+        """Undo one `pin` without a time limit, and any with one."""
+        with self._lock:
+            if entry := self._handles.get(handle):
+                entry.pins = max(0, entry.pins - 1)
+                entry.pinned_until = 0.0
+
+    def drop(self, handle: str) -> list[str]:
+        """Let go of a handle's tensors, pinned or not; returns every handle id that lost its tensors."""
+        with self._lock:
+            entry = self._handles.get(handle)
+            return self._remove(entry) if entry else []
+
+    def release(self, owner: str) -> list[str]:
+        """End an ownership; what has no other owner and no pin is dropped. Returns the handle ids that lost tensors."""
+        with self._lock:
+            lost: list[str] = []
+            for entry in self._owners.pop(owner, ()):
+                entry.owners.discard(owner)
+                if not entry.owners and not entry.is_pinned:
+                    lost += self._remove(entry)
+            return lost
+
+    def clear(self) -> None:
+        """Drop everything, pinned or not."""
+        with self._lock:
+            for index in (self._indexes, self._buffers, self._sizes, self._handles, self._owners):
+                index.clear()
+            self._used_bytes = 0
+
+    def size_info(self) -> PoolInfo:
+        with self._lock:
+            entries = self._entries()
+            pinned = sum(entry.is_pinned for entry in entries)
+            return PoolInfo(self.budget_bytes, self._used_bytes, len(entries), len(self._buffers), pinned)
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` where index, buffers, handles, owners or budget contradict one another."""
+        with self._lock:
+            paths = {id(entry): path for index in self._indexes.values() for path, entry in index}
+            entries = self._entries()
+            truths = {
+                "index and buffers hold the same entries": set(paths) == {id(entry) for entry in entries},
+                "an entry's state and tokens are equally long": all(
+                    len(paths.get(id(entry), b"")) == entry.state.num_tokens * TOKEN_BYTES for entry in entries
+                ),
+                "an entry is filed under its own buffer": all(
+                    id(entry.state.buffer) == key for key, group in self._buffers.items() for entry in group
+                ),
+                "handles and entries name each other": all(
+                    self._handles.get(handle) is entry for entry in entries for handle in entry.handles
+                )
+                and sum(len(entry.handles) for entry in entries) == len(self._handles),
+                "owners and entries name each other": all(
+                    entry in self._owners.get(owner, ()) for entry in entries for owner in entry.owners
+                )
+                and sum(len(entry.owners) for entry in entries) == sum(map(len, self._owners.values())),
+                "storage covers what its states see": all(
+                    layer.keys is not None and layer.start + layer.keys.shape[-2] >= entry.state.num_tokens
+                    for entry in entries
+                    for layer in entry.state.buffer.layers
+                ),
+                "used bytes are the buffers' sizes": set(self._sizes) == set(self._buffers)
+                and sum(self._sizes.values()) == self._used_bytes,
+                "the budget holds, or pins exceed it": self._used_bytes <= self.budget_bytes
+                or any(entry.is_pinned for entry in entries),
+            }
+            for truth, holds in truths.items():
+                if not holds:
+                    raise IntegrityError(f"the pool broke its own rule: {truth}")
+
+    def _entries(self) -> list[Entry]:
+        return [entry for group in self._buffers.values() for entry in group]
+
+    def _entry(self, namespace: Namespace, tokens: bytes, state: KVState) -> Entry:
+        """The entry for these tokens: the one there, or a new one."""
+        node = self._indexes.setdefault(namespace, PrefixIndex()).insert(tokens)
+        if node.value is None:
+            node.value = Entry(namespace, state, node)
+            self._buffers.setdefault(id(state.buffer), set()).add(node.value)
+        return node.value
+
+    def _measure(self, buffer: KVBuffer) -> None:
+        """Take note of a buffer's size, which grows while it is written."""
+        known, actual = self._sizes.get(id(buffer), 0), buffer.nbytes
+        self._sizes[id(buffer)] = actual
+        self._used_bytes += actual - known
+
+    def _shrink(self, keep: Entry) -> list[str]:
+        """Evict by policy until the budget holds. Pins stay; where they leave no room for `keep`, it goes itself."""
+        lost: list[str] = []
+        if self._used_bytes <= self.budget_bytes:
+            return lost
+        blocks = [
+            Block(key, self._sizes[key], max(entry.used for entry in group))
+            for key, group in self._buffers.items()
+            if keep not in group and not any(entry.is_pinned for entry in group)
+        ]
+        for block in self._policy.order(blocks):
+            if self._used_bytes <= self.budget_bytes:
+                break
+            for entry in list(self._buffers[block.key]):
+                lost += self._remove(entry)
+        if self._used_bytes > self.budget_bytes and not keep.is_pinned:
+            lost += self._remove(keep)
+        return lost
+
+    def _remove(self, entry: Entry) -> list[str]:
+        self._indexes[entry.namespace].remove(entry.node)
+        key = id(entry.state.buffer)
+        self._buffers[key].discard(entry)
+        if not self._buffers[key]:
+            del self._buffers[key]
+            self._used_bytes -= self._sizes.pop(key)
+        for handle in entry.handles:
+            del self._handles[handle]
+        for owner in entry.owners:
+            self._owners[owner].discard(entry)
+            if not self._owners[owner]:
+                del self._owners[owner]
+        return sorted(entry.handles)
