@@ -188,12 +188,12 @@ class ChatLatent(BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         turn = self._turn(messages, kwargs)
         for piece in self._decode(turn, stop, kwargs):
-            chunk = ChatGenerationChunk(message=AIMessageChunk(piece))
+            chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
             if run_manager:
                 run_manager.on_llm_new_token(piece, chunk=chunk)
             yield chunk
         last = AIMessageChunk(
-            "", usage_metadata=_usage(turn), response_metadata=self._metadata(turn), chunk_position="last"
+            content="", usage_metadata=_usage(turn), response_metadata=self._metadata(turn), chunk_position="last"
         )
         yield ChatGenerationChunk(message=last)
 
@@ -262,7 +262,7 @@ class ChatLatent(BaseChatModel):
         plain = [plain_message(message) for message in messages]
         if not any(str(message["content"]).strip() or message.get("tool_calls") for message in plain):
             raise PromptError("the prompt is empty: pass at least one message with some text")
-        handles = () if inherit is None else (inherit,) if isinstance(inherit, KVHandle) else tuple(inherit)
+        handles = inherit if isinstance(inherit, list | tuple) else () if inherit is None else (inherit,)
         return Request(plain, handles, reply, self.reuse, origin)
 
     def _metadata(self, turn: Turn) -> dict[str, Any]:
@@ -340,6 +340,7 @@ def _usage(turn: Turn) -> UsageMetadata:
         output_tokens=written,
         total_tokens=read + written,
         input_token_details={"cache_read": turn.cache_read},
+        output_token_details={},
     )
 
 

@@ -36,7 +36,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Compatibility:
-    """The best level that could be reached between two models, and every field that stands in the way of a better one."""
+    """The best level that could be reached between two models, and every field that stands in the way of a better."""
 
     level: Level
     differences: tuple[Difference, ...] = ()

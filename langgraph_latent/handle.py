@@ -1,7 +1,7 @@
 """The value on an edge: how a KV cache came about, small enough for any checkpoint.
 
-A handle is a recipe (messages and exact token ids, per segment) plus the identity of the model it was made for. It holds
-no tensor and knows nothing of pools, models or LangGraph.
+A handle is a recipe (messages and exact token ids, per segment) plus the identity of the model it was made for. It
+holds no tensor and knows nothing of pools, models or LangGraph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEGMENT_KINDS = ("prompt", "generated", "latent")
 
 
 def pack_tokens(ids: Iterable[int]) -> bytes:
-    """Token ids as uint32 bytes (little-endian, as every machine this runs on), the form in which prefixes are compared."""
+    """Token ids as uint32 bytes, the form in which prefixes are compared."""
     return array("I", ids).tobytes()
 
 
@@ -105,8 +105,9 @@ class KVHandle:
     segments: tuple[Segment, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.tokens, str) and isinstance(self.segments, str):
-            tokens, segments = _unpack(self.tokens, self.segments)
+        packed: tuple[Any, Any] = (self.tokens, self.segments)
+        if all(isinstance(part, str) for part in packed):
+            tokens, segments = _unpack(*packed)
             object.__setattr__(self, "tokens", tokens)
             object.__setattr__(self, "segments", segments)
             self.verify()
@@ -151,7 +152,7 @@ class KVHandle:
         return tuple(message for segment in self.segments for message in segment.messages)
 
     def verify(self) -> None:
-        """Check that the id is the digest of the content. Raises `HandleError`; a handle that passed is not read again."""
+        """Check that the id is the digest of the content; once per handle. Raises `HandleError`."""
         if self.__dict__.get("_is_sound"):
             return
         position, fresh = 0, []

@@ -38,7 +38,7 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         prompt: a template filled from the state ("{report}"), a list as `ChatPromptTemplate` takes it
             ([("system", "..."), ("human", "{question}")]), or a function from state to messages.
         mode: "decode" answers; "read" only prefills.
-        writes: state key for the answer: "messages" gets the AIMessage, any other key its text. None keeps only the handle.
+        writes: state key for the answer: "messages" gets the AIMessage, any other key its text. None keeps no answer.
         latent: state key that the new handle is written to.
         inherit: state key (or keys) whose handles are continued; `latent` by default, () to start afresh.
         options: per-call options of the chat model, for example `max_tokens`.

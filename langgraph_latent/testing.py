@@ -1,4 +1,4 @@
-"""Tiny random models as local folders, for tests that need a real model but not its weights. No download, CPU, seconds."""
+"""Tiny random models as local folders, for tests that need a real model but not its weights. No download."""
 
 from __future__ import annotations
 
@@ -22,9 +22,28 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CORPUS = (
-    ["the", "team", "that", "reads", "the", "report", "hands", "over", "what", "it", "knows", "to", "the", "team", "that", "decides", "and", "writes", "the", "answer"]
-)
+CORPUS = [
+    "the",
+    "team",
+    "that",
+    "reads",
+    "the",
+    "report",
+    "hands",
+    "over",
+    "what",
+    "it",
+    "knows",
+    "to",
+    "the",
+    "team",
+    "that",
+    "decides",
+    "and",
+    "writes",
+    "the",
+    "answer",
+]
 SMALL = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -73,7 +92,7 @@ def tiny_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([" ".join(CORPUS)], trainer)
+    bpe.train_from_iterator([CORPUS], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
     )

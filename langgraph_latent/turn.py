@@ -160,6 +160,7 @@ class _Prefill(AbstractContextManager[tuple[KVTail, "torch.Tensor | None"]]):
                     reason=f"{type(error).__name__}: {error}",
                 )
             )
+            turn._workspace.give_up(delivery.state)
             turn.cache_read, turn.decision = 0, RouteDecision.failed(turn.decision, error)
         return self._feed(turn._model.empty_state(), delivery.tokens)
 

@@ -67,7 +67,7 @@ _E = TypeVar("_E", bound=Event)
 
 
 class Request(NamedTuple):
-    """What a chat model asks for: new messages behind inherited handles. `reply` ends the prompt where an answer begins."""
+    """What a chat model asks for: new messages behind inherited handles; with `reply`, up to where an answer begins."""
 
     messages: Sequence[Message]
     inherited: Sequence[KVHandle]
@@ -192,14 +192,14 @@ class LatentWorkspace:
 
         Raises `UnknownHandleError` for one that this workspace does not remember.
         """
-        known = reply if isinstance(reply, str) else getattr(reply, "response_metadata", {}).get("kv_handle")
+        known = str(reply if isinstance(reply, str) else getattr(reply, "response_metadata", {}).get("kv_handle"))
         with self._lock:
             if known in self._recipes:
                 self._recipes.move_to_end(known)
                 return self._recipes[known]
         raise UnknownHandleError(
-            f"this workspace does not know handle {known!r}: it belongs to another process or workspace, or was forgotten. "
-            "Pass the messages instead, or carry the KVHandle itself (a LatentChannel does)."
+            f"this workspace does not know handle {known!r}: it belongs to another process or workspace, or was "
+            "forgotten. Pass the messages instead, or carry the KVHandle itself (a LatentChannel does)."
         )
 
     def check(self, handle: KVHandle) -> None:
@@ -291,6 +291,10 @@ class LatentWorkspace:
     def evict(self, handle: KVHandle) -> None:
         """Let a handle's tensors go; the handle still works, its cache is rebuilt when needed."""
         self._report_lost(self.pool.drop(handle.id), "asked")
+
+    def give_up(self, state: KVState) -> None:
+        """Drop a cache that failed in use, and all that shares its storage."""
+        self._report_lost(self.pool.drop_storage(state), "failed in use")
 
     def pin(self, handle: KVHandle, ttl_s: float | None = None) -> bool:
         """Keep a handle's tensors in memory until `unpin`, or for `ttl_s` seconds; False when they are gone already."""

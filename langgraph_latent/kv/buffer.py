@@ -49,7 +49,8 @@ class LayerStore:
     def view(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions begin to end, sharing memory."""
         keys, values = self.keys, self.values
-        assert keys is not None and values is not None, "a layer that was never written has no view"
+        assert keys is not None, "a layer that was never written has no view"
+        assert values is not None
         return keys[:, :, begin - self.start : end - self.start], values[:, :, begin - self.start : end - self.start]
 
     def write(self, at: int, keys: torch.Tensor, values: torch.Tensor, expected: int) -> None:

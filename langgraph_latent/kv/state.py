@@ -146,7 +146,7 @@ class KVTail:
         self._layers = [
             _TailLayer(kind, new[index], old[index], length, expected) for index, kind in enumerate(state.kinds)
         ]
-        self.cache = Cache(layers=self._layers)
+        self.cache = Cache(layers=[*self._layers])
 
     @property
     def num_tokens(self) -> int:
@@ -229,4 +229,5 @@ class _TailLayer(CacheLayerMixin):
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes in row-major order, on the CPU; no copy where it is contiguous there already."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    data: Any = flat.numpy()
+    return memoryview(data)

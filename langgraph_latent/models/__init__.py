@@ -1,1 +1,1 @@
-"""Language models and their words: loading, prompts, prefill and decode. Nothing here knows pools, edges or LangGraph."""
+"""Language models and their words: loading, prompts, prefill and decode. Nothing here knows pools or LangGraph."""

@@ -27,7 +27,7 @@ def weights_digest(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelLoadError(
-            f"{folder} holds no *.safetensors file; weights are never un-pickled. Save the model with save_pretrained()."
+            f"{folder} holds no *.safetensors file, and weights are never un-pickled; save it with save_pretrained()"
         )
     identity = "|".join(_file_identity(file) for file in files)
     known = _recall()
@@ -46,7 +46,7 @@ def _digest_of(files: list[Path]) -> str:
 def _tensor_digests(file: Path) -> list[tuple[str, str]]:
     digests = []
     with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():
+        for name in tensors.keys():  # noqa: SIM118  (not a mapping)
             tensor = tensors.get_tensor(name)
             digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
             digest.update(tensor_bytes(tensor))
@@ -68,7 +68,7 @@ def _recall() -> dict[str, str]:
 
 
 def _remember(identity: str, digest: str) -> None:
-    """Add one line to the memory; where the cache directory can't be written, the digest is computed again next time."""
+    """Add one digest to the memory; where the cache directory can't be written, it is computed again next time."""
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
         fd, part = tempfile.mkstemp(dir=cache_dir(), prefix=MEMORY_FILE)

@@ -52,7 +52,7 @@ class PromptWriter:
         return Prompt(tokens, common)
 
     def _behind(self, handle: KVHandle, text: str) -> str | None:
-        """What of a rendered prompt comes behind a handle's tokens; None where the template rewrites the handle's part."""
+        """What of a prompt comes behind a handle's tokens; None where the template rewrites the handle's part."""
         told = self._render(handle.messages, reply=False)
         if not text.startswith(told):
             return None
@@ -66,7 +66,7 @@ class PromptWriter:
         return rest.removeprefix(self._decode(handle.token_ids[-1:]))  # an end token that was sampled closes it already
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -75,6 +75,11 @@ class PromptWriter:
     def _render(self, messages: Sequence[Message], reply: bool) -> str:
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
             raise PromptError("the prompt is empty: pass at least one message with some text")
+        if not self._tokenizer.chat_template:
+            raise TemplateError(
+                f"{self._name!r} has no chat template; pass an instruction-tuned model, or save a chat_template.jinja "
+                "in its folder"
+            )
         try:
             text: Any = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply)
         except (JinjaError, ValueError, TypeError, KeyError) as error:
@@ -82,6 +87,8 @@ class PromptWriter:
             raise TemplateError(
                 f"the chat template of {self._name!r} refuses these messages (roles: {roles}): {error}"
             ) from error
+        if not text:
+            raise TemplateError(f"the chat template of {self._name!r} renders nothing for these messages")
         return str(text)
 
 
@@ -109,7 +116,7 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """Add a token; the text that became certain. Sets `stopped` where a stop string is complete."""
         self._ids.append(token)
-        self.text = self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self.text = str(self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)], True

@@ -28,7 +28,7 @@ PREFILL_CHUNK = 2048
 
 
 class ModelKey(NamedTuple):
-    """What makes two requests for a model the same: folder or hub id, revision, dtype and device ("auto" where open)."""
+    """What two requests for one model agree on: folder or hub id, revision, dtype, device ("auto" where open)."""
 
     name: str
     revision: str | None = None
@@ -94,7 +94,7 @@ class ResidentModel:
 
     @torch.no_grad()
     def forward(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
-        """One model call on `ids` behind a tail: suffix ids with a mask over the whole length. Logits of the last token."""
+        """One model call on `ids` behind a tail, with a mask over the whole length; logits after the last, (vocab,)."""
         suffix = torch.tensor([ids], device=self.device)
         mask = torch.ones((1, tail.num_tokens + len(ids)), dtype=torch.long, device=self.device)
         arguments: dict[str, Any] = {self._cache_argument: tail.cache, "use_cache": True}
@@ -170,8 +170,8 @@ def _load(key: ModelKey) -> ResidentModel:
 
 
 def _folder_of(key: ModelKey) -> Path:
-    """The local folder of a model: the name itself, or the snapshot of a hub id (downloaded if the hub is reachable)."""
-    if Path(key.name).is_dir():
+    """The local folder of a model: the name itself, or the snapshot of a hub id (fetched if the hub is reachable)."""
+    if key.name and Path(key.name).is_dir():
         folder = Path(key.name)
         if not (folder / "config.json").is_file():
             raise ModelLoadError(
@@ -182,8 +182,8 @@ def _folder_of(key: ModelKey) -> Path:
         config = cached_file(key.name, "config.json", revision=key.revision)
     except Exception as error:
         raise ModelLoadError(
-            f"{key.name!r} is neither a local folder nor a model on the hub or in its cache. Check the spelling, pass a "
-            f"folder, or download it first with `hf download`. ({error})"
+            f"{key.name!r} is neither a local folder nor a model on the hub or in its cache. Check the spelling, pass "
+            f"a folder, or download it first with `hf download`. ({error})"
         ) from error
     return Path(str(config)).parent
 

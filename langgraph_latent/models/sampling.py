@@ -69,7 +69,7 @@ class Sampler:
         """The next token after `ids`, from logits of shape (vocab,) in any dtype."""
         scores = logits.float().unsqueeze(0)
         if self._processors:
-            context = torch.tensor([ids], device=scores.device)
+            context: Any = torch.tensor([ids], device=scores.device)
             scores = self._processors(context, scores)
         if self._greedy:
             return int(scores.argmax())

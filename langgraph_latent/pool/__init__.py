@@ -1,1 +1,1 @@
-"""Where caches are kept and found: tensors under token prefixes, within a byte budget. Nothing here knows text or graphs."""
+"""Where caches are kept and found: states under token prefixes, within a byte budget. Nothing here knows text."""

@@ -39,7 +39,7 @@ class PoolInfo(NamedTuple):
 
 @dataclass(eq=False)
 class Entry:
-    """One kept state. `handles` are ids that mean it, `owners` the threads and scopes that made it; `used` a logical time."""
+    """One kept state. `handles` are ids that mean it, `owners` the threads and scopes that made it."""
 
     namespace: Namespace
     state: KVState
@@ -109,8 +109,8 @@ class CachePool:
         """Raise `CacheBudgetError` where one cache of `nbytes` is more than the whole budget."""
         if nbytes > self.budget_bytes:
             raise CacheBudgetError(
-                f"one cache of {nbytes:,} bytes does not fit the pool's budget of {self.budget_bytes:,} bytes; raise it "
-                "with LatentWorkspace(memory=...), or shorten the prompt. What is kept already stays."
+                f"one cache of {nbytes:,} bytes does not fit the pool's budget of {self.budget_bytes:,} bytes; raise "
+                "it with LatentWorkspace(memory=...), or shorten the prompt. What is kept already stays."
             )
 
     def has(self, handle: str) -> bool:
@@ -118,7 +118,7 @@ class CachePool:
         return handle in self._handles
 
     def pin(self, handle: str, ttl_s: float | None = None) -> bool:
-        """Keep a handle's tensors from being evicted, for `ttl_s` seconds or until `unpin`; False when they are gone."""
+        """Keep a handle's tensors from eviction, for `ttl_s` seconds or until `unpin`; False when they are gone."""
         with self._lock:
             entry = self._handles.get(handle)
             if entry is None:
@@ -141,6 +141,12 @@ class CachePool:
         with self._lock:
             entry = self._handles.get(handle)
             return self._remove(entry) if entry else []
+
+    def drop_storage(self, state: KVState) -> list[str]:
+        """Let go of everything that shares a state's storage; returns every handle id that lost its tensors."""
+        with self._lock:
+            entries = list(self._buffers.get(id(state.buffer), ()))
+            return [lost for entry in entries for lost in self._remove(entry)]
 
     def release(self, owner: str) -> list[str]:
         """End an ownership; what has no other owner and no pin is dropped. Returns the handle ids that lost tensors."""

@@ -91,7 +91,8 @@ class PrefixIndex(Generic[Value]):
     def _split(self, child: Node[Value], at: int) -> Node[Value]:
         """Put a node into a child's edge, `at` bytes down."""
         parent = child.parent
-        assert parent is not None and 0 < at < len(child.edge)
+        assert parent is not None
+        assert 0 < at < len(child.edge)
         middle: Node[Value] = Node(child.edge[:at], parent)
         parent.children[middle.edge[:TOKEN_BYTES]] = middle
         child.edge, child.parent = child.edge[at:], middle
