@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from langgraph._internal._typing import MISSING  # the one private name: LangGraph's mark of an empty channel
+from langgraph._internal._typing import MISSING  # private: LangGraph's mark of an empty channel
 from langgraph.channels.base import BaseChannel
+from langgraph.checkpoint.serde import _msgpack  # private: the types that need no allowlist
 from langgraph.errors import InvalidUpdateError
 from langgraph.types import Overwrite
 from typing_extensions import Self
@@ -23,7 +24,8 @@ class LatentChannel(BaseChannel[Any, Any, Any]):
     `Annotated[KVHandle | None, LatentChannel]` keeps the last of several handles written in one step, in the order in
     which LangGraph applies tasks (by path: node name, then `Send` index).
     `Annotated[list[KVHandle], LatentChannel(policy="collect")]` keeps all handles of the last step that wrote, in that
-    order. Writing None empties the channel; `Overwrite(value)` replaces whatever else the step wrote.
+    order; branches that end in different steps need a key each. Writing None empties the channel; `Overwrite(value)`
+    replaces whatever else the step wrote.
 
     Raises `InvalidUpdateError` for a write that is neither a handle, a list of handles nor None.
     """
@@ -33,9 +35,10 @@ class LatentChannel(BaseChannel[Any, Any, Any]):
     def __init__(self, typ: Any = None, key: str = "", *, policy: Literal["last", "collect"] = "last") -> None:
         if policy not in POLICIES:
             raise ConfigError(f"policy={policy!r} is unknown; known policies: {', '.join(POLICIES)}")
+        _register_handle()
         super().__init__(typ, key)
         self.policy = policy
-        self.value: tuple[KVHandle, ...] = ()
+        self.value: tuple[KVHandle, ...] | None = None  # None: never written; (): emptied
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LatentChannel) and other.policy == self.policy
@@ -57,15 +60,16 @@ class LatentChannel(BaseChannel[Any, Any, Any]):
         return channel
 
     def checkpoint(self) -> Any:
-        return self.get() if self.value else MISSING
+        return MISSING if self.value is None else self.get()
 
     def get(self) -> Any:
         if self.policy == "collect":
-            return list(self.value)
+            return list(self.value or ())
         return self.value[-1] if self.value else None
 
     def is_available(self) -> bool:
-        return bool(self.value)
+        """Always: a key that is not written yet reads as None (or as no handles), not as missing."""
+        return True
 
     def update(self, values: Sequence[Any]) -> bool:
         if not values:
@@ -81,6 +85,14 @@ class LatentChannel(BaseChannel[Any, Any, Any]):
         return True
 
 
+def _register_handle() -> None:
+    """Tell LangGraph's serialiser that KVHandle is safe to construct (it holds text and numbers, and checks them).
+
+    LangGraph does so by itself in strict mode only; otherwise every resume would log a warning.
+    """
+    _msgpack.SAFE_MSGPACK_TYPES |= {(KVHandle.__module__, KVHandle.__qualname__)}
+
+
 def _handles(value: Any) -> Iterator[KVHandle]:
     """The handles in a written or restored value; a mapping is a handle that a strict serialiser left as plain data."""
     if isinstance(value, KVHandle):
@@ -91,7 +103,10 @@ def _handles(value: Any) -> Iterator[KVHandle]:
         for item in value:
             yield from _handles(item)
     elif value is not None:
-        raise HandleError(f"a LatentChannel takes KVHandle values, lists of them or None, not {type(value).__name__}")
+        raise HandleError(
+            f"a LatentChannel takes KVHandle values, lists of them or None, not {type(value).__name__}; "
+            "`workspace.handle(reply)` gives a reply's handle"
+        )
 
 
 def _overwritten(value: Any) -> Any:

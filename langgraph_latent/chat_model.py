@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,10 +238,15 @@ class ChatLatent(BaseChatModel):
     # -- one request ----------------------------------------------------------------------------------------------
 
     def _turn(self, messages: Sequence[BaseMessage], options: dict[str, Any]) -> Turn:
-        if unknown := sorted(set(options) - {*CALL_OPTIONS, "stop"}):
-            raise ConfigError(f"ChatLatent takes no call option {unknown[0]!r}; known: {', '.join(CALL_OPTIONS)}, stop")
+        self.check_options(options)
         request = self._request(messages, options.get("inherit"), _origin(None), reply=True)
         return Turn(self._loaded_workspace(), self._resident(), request)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for a per-call option that does not exist or has an impossible value."""
+        if unknown := sorted(set(options) - {*CALL_OPTIONS, "stop"}):
+            raise ConfigError(f"ChatLatent takes no call option {unknown[0]!r}; known: {', '.join(CALL_OPTIONS)}, stop")
+        self._sampling(options, options.get("stop"))
 
     def _decode(self, turn: Turn, stop: list[str] | None, options: dict[str, Any]) -> Iterator[str]:
         criteria = options.get("stopping_criteria")
@@ -253,7 +258,7 @@ class ChatLatent(BaseChatModel):
             cancelled=options.get("cancelled"),
         )
 
-    def _sampling(self, options: dict[str, Any], stop: list[str] | None) -> Sampling:
+    def _sampling(self, options: Mapping[str, Any], stop: str | list[str] | None) -> Sampling:
         chosen = {name: options.get(name, getattr(self, name)) for name in SAMPLING_OPTIONS}
         stops = stop if stop is not None else self.stop
         return Sampling(stop=(stops,) if isinstance(stops, str) else tuple(stops or ()), **chosen)

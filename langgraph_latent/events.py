@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,8 +18,13 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Fields that every event has. `source` and `node` are the edge's two ends; `duration_s` is wall time."""
+    """Fields that every event has.
 
+    `time` is seconds since 1970, taken when the event is made, at the end of what it tells; `duration_s` is wall time.
+    `source` and `origin.node` are the edge's two ends.
+    """
+
+    time: float = field(default_factory=time.time)
     origin: Origin = field(default_factory=Origin)
     handle: str = ""
     model: str = ""
@@ -31,7 +37,7 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """The event as one flat, JSON-ready mapping with its name under `event`."""
         data = asdict(self)
-        return {"event": type(self).__name__.lower(), **data.pop("origin"), **data}
+        return {"time": data.pop("time"), "event": type(self).__name__.lower(), **data.pop("origin"), **data}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,8 +70,11 @@ class Segment:
         """Make a segment of packed `tokens`. Raises `HandleError` for an unknown kind."""
         if kind not in SEGMENT_KINDS:
             raise HandleError(f"unknown segment kind {kind!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
-        digest = hashlib.sha256(json.dumps([kind, source, messages], sort_keys=True).encode())
-        digest.update(tokens)
+        texts = [message["content"].encode("utf-8", "surrogatepass") for message in messages]
+        rest = [{**message, "content": len(text)} for message, text in zip(messages, texts, strict=True)]
+        digest = hashlib.sha256(json.dumps([kind, source, rest], sort_keys=True).encode())
+        for part in (*texts, tokens):
+            digest.update(part)
         return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(messages), digest.hexdigest())
 
 

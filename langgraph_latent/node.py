@@ -6,6 +6,7 @@ It knows prompts and state keys, and leaves models, caches and routes to the cha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 from langchain_core.messages import AIMessage, BaseMessage
@@ -61,6 +62,7 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
             raise ConfigError(f"mode={mode!r} is unknown; known modes: {', '.join(MODES)}")
         if mode == "read" and (writes or options):
             raise ConfigError("a node that only reads writes no answer: leave out `writes` and decoding options")
+        chat.check_options(options)
         self.chat = chat
         self.mode = mode
         self.writes = writes
@@ -71,7 +73,7 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
 
     def invoke(self, input: Mapping[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
         """Run the node on a state; the update for it."""
-        messages, handles = self._prompt(input), self._inherited(input)
+        messages, handles = self._begin(input)
         if self.mode == "read":
             return {self.latent: self.chat.read(messages, inherit=handles, config=config)}
         return self._update(self.chat.invoke(messages, config, inherit=handles, **self.options))
@@ -80,13 +82,17 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         self, input: Mapping[str, Any], config: RunnableConfig | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """`invoke` without blocking the event loop."""
-        messages, handles = self._prompt(input), self._inherited(input)
+        messages, handles = self._begin(input)
         if self.mode == "read":
             return {self.latent: await self.chat.aread(messages, inherit=handles, config=config)}
         return self._update(await self.chat.ainvoke(messages, config, inherit=handles, **self.options))
 
+    def _begin(self, state: Any) -> tuple[Sequence[BaseMessage], list[KVHandle]]:
+        """The prompt's messages, and the handles under the inherited keys; a key that is not written yet adds none."""
+        values = _state_values(state)
+        return self._prompt(values), self._inherited(values)
+
     def _inherited(self, state: Mapping[str, Any]) -> list[KVHandle]:
-        """The handles under the inherited keys; a key that is not written yet adds none."""
         handles: list[KVHandle] = []
         for key in self.inherit:
             value = state.get(key)
@@ -98,6 +104,15 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         if self.writes:
             update[self.writes] = [reply] if self.writes == "messages" else reply.text
         return update
+
+
+def _state_values(state: Any) -> Mapping[str, Any]:
+    """A graph state, be it a mapping, a dataclass or a Pydantic model, as a mapping."""
+    if isinstance(state, Mapping):
+        return state
+    if is_dataclass(state):
+        return {field.name: getattr(state, field.name) for field in fields(state)}
+    return dict(state)
 
 
 def _prompt_function(prompt: Prompt) -> Callable[[Mapping[str, Any]], Sequence[BaseMessage]]:

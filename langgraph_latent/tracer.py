@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from langgraph_latent.events import Decoded, Delivered, Event, Prefilled, Routed
+from langgraph_latent.events import Decoded, Event, Prefilled, Routed
 
 
 class TraceSummary(NamedTuple):
@@ -53,7 +52,7 @@ class LatentTracer:
             self._count(event)
             if self.path is not None:
                 with self.path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"time": time.time(), **event.to_dict()}) + "\n")
+                    file.write(json.dumps(event.to_dict()) + "\n")
 
     def summary(self) -> TraceSummary:
         """Totals so far."""
@@ -84,5 +83,3 @@ class LatentTracer:
                 self._seconds["decode"] += event.duration_s
             case Routed():
                 self._routes[event.route] += 1
-            case Delivered():
-                pass

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from threading import Event as Flag
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class Turn:
 
     def read(self) -> KVHandle:
         """Prefill the prompt; the handle of it."""
-        with _Prefill(self) as (tail, _):
+        with self._prefilled() as (tail, _):
             self._keep(tail.seal())
         return self.handle
 
@@ -74,7 +73,7 @@ class Turn:
         """
         detokenizer = Detokenizer(self._model.tokenizer, sampling.stop)
         sampler = Sampler(sampling, self._model.model.generation_config, self._model.device, processors)
-        with _Prefill(self) as (tail, logits):
+        with self._prefilled() as (tail, logits):
             assert logits is not None, "an answer always follows at least one fed token"
             tokens = self._model.decode(self.prompt_ids, logits, tail, sampler, sampling.max_tokens)
             self.finish_reason, seconds = "cancelled", 0.0
@@ -115,6 +114,63 @@ class Turn:
                     )
                 )
 
+    @contextmanager
+    def _prefilled(self) -> Iterator[tuple[KVTail, torch.Tensor | None]]:
+        """The tail behind the prompt, and the logits after it (None where nothing had to be fed).
+
+        A delivered cache that fails in use is given up for re-reading the whole prompt, where the policy allows it.
+        """
+        delivery = self._delivery
+        try:
+            tail, logits = self._feed(delivery.state, delivery.missing)
+        except (RuntimeError, MemoryError) as error:  # out of memory among them; our own errors are neither
+            if not delivery.state.num_tokens or not delivery.may_fall_back:
+                raise
+            self._fall_back(error)
+            tail, logits = self._feed(self._model.empty_state(), delivery.tokens)
+        with tail:
+            yield tail, logits
+
+    def _feed(self, state: KVState, tokens: bytes) -> tuple[KVTail, torch.Tensor | None]:
+        begin = time.perf_counter()
+        tail = state.append(len(self.prompt_ids))
+        try:
+            logits = self._model.prefill(unpack_tokens(tokens), tail) if tokens else None
+        except BaseException:
+            tail.close()
+            raise
+        cost = Cost(len(tokens) // TOKEN_BYTES, time.perf_counter() - begin)
+        self.decision = self.decision.with_cost(actual=cost)
+        base = self._delivery.base
+        self._workspace.emit(
+            Prefilled(
+                origin=self._origin,
+                handle=base.id,
+                model=base.model,
+                source=base.source,
+                num_tokens=cost.prefill_tokens,
+                cache_read=self.cache_read,
+                duration_s=cost.seconds,
+            )
+        )
+        return tail, logits
+
+    def _fall_back(self, error: Exception) -> None:
+        base = self._delivery.base
+        self._workspace.emit(
+            FellBack(
+                origin=self._origin,
+                handle=base.id,
+                model=base.model,
+                source=base.source,
+                from_route=Route.CACHE.value,
+                to_route=Route.TEXT.value,
+                reason=f"{type(error).__name__}: {error}",
+            )
+        )
+        self._workspace.give_up(self._delivery.state)
+        self.cache_read, self.decision = 0, RouteDecision.failed(self.decision, error)
+
     def _is_stopped(self, criteria: StoppingCriteriaList | None) -> bool:
         if not criteria:
             return False
@@ -131,63 +187,3 @@ class Turn:
             handle = handle.extend("generated", node, pack_tokens(self.sampled), [answer], size)
         self.handle = handle
         self._workspace.keep(handle, state, self._origin)
-
-
-class _Prefill(AbstractContextManager[tuple[KVTail, "torch.Tensor | None"]]):
-    """The tail behind a turn's prompt, and the logits after it (None where nothing had to be fed).
-
-    A delivered cache that fails in use is given up for re-reading the whole prompt, where the edge's policy allows it.
-    """
-
-    def __init__(self, turn: Turn) -> None:
-        self._turn = turn
-
-    def __enter__(self) -> tuple[KVTail, torch.Tensor | None]:
-        turn, delivery = self._turn, self._turn._delivery
-        try:
-            return self._feed(delivery.state, delivery.missing)
-        except (RuntimeError, MemoryError) as error:  # out of memory among them; our own errors are neither
-            if not delivery.state.num_tokens or not delivery.may_fall_back:
-                raise
-            turn._workspace.emit(
-                FellBack(
-                    origin=turn._origin,
-                    handle=delivery.base.id,
-                    model=delivery.base.model,
-                    source=delivery.base.source,
-                    from_route=Route.CACHE.value,
-                    to_route=Route.TEXT.value,
-                    reason=f"{type(error).__name__}: {error}",
-                )
-            )
-            turn._workspace.give_up(delivery.state)
-            turn.cache_read, turn.decision = 0, RouteDecision.failed(turn.decision, error)
-        return self._feed(turn._model.empty_state(), delivery.tokens)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._tail.close()
-
-    def _feed(self, state: KVState, tokens: bytes) -> tuple[KVTail, torch.Tensor | None]:
-        turn = self._turn
-        begin = time.perf_counter()
-        self._tail = state.append(len(turn.prompt_ids))
-        try:
-            logits = turn._model.prefill(unpack_tokens(tokens), self._tail) if tokens else None
-        except BaseException:
-            self._tail.close()
-            raise
-        cost = Cost(len(tokens) // TOKEN_BYTES, time.perf_counter() - begin)
-        turn.decision = turn.decision.with_cost(actual=cost)
-        turn._workspace.emit(
-            Prefilled(
-                origin=turn._origin,
-                handle=turn._delivery.base.id,
-                model=turn._delivery.base.model,
-                num_tokens=cost.prefill_tokens,
-                cache_read=turn.cache_read,
-                duration_s=cost.seconds,
-            )
-        )
-        return self._tail, logits

@@ -265,14 +265,13 @@ class LatentWorkspace:
             while self._recipe_bytes > RECIPE_BYTES and len(self._recipes) > 1:
                 self._recipe_bytes -= len(self._recipes.popitem(last=False)[1].tokens)
         tokens = handle.tokens[: state.num_tokens * TOKEN_BYTES]
-        owners = [owner for owner in (_thread_owner(origin.thread_id), _scope.get()) if owner]
+        owner = _scope.get() or _thread_owner(origin.thread_id)
         try:
-            lost = self.pool.put(Namespace(handle.model, self.tenant), tokens, state, handle.id, owners)
+            lost = self.pool.put(Namespace(handle.model, self.tenant), tokens, state, handle.id, owner)
         except CacheBudgetError as error:  # it grew past the budget while it was decoded: the answer stands
             self.emit(Evicted(origin=origin, handle=handle.id, reason=str(error)))
             return
         self._report_lost(lost, "budget")
-        shape = tuple(state.layer(0)[0].shape) if state.num_tokens else ()
         self.emit(
             Produced(
                 origin=origin,
@@ -281,7 +280,7 @@ class LatentWorkspace:
                 source=handle.source,
                 num_tokens=handle.num_tokens,
                 nbytes=handle.nbytes,
-                shape=shape,
+                shape=state.shape,
                 num_layers=len(state.kinds),
                 dtype=self._specs[handle.model].dtype,
                 checksum=state.checksum() if self.tracer.checksums else "",
@@ -405,7 +404,7 @@ class LatentWorkspace:
         """Free every cache and give every model back. Later use raises `ClosedError`; closing twice is fine."""
         with self._lock:
             self._closed = True
-            self.pool.clear()
+            self._report_lost(self.pool.clear(), "closed")
             self._recipes.clear()
             for key in list(self._models):
                 self._model_users[key] = 1

@@ -46,7 +46,13 @@ def nothing_lost(tiny_chat: ChatLatent, ws: LatentWorkspace) -> Iterator[None]:
     ws.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["no-such-org/no-such-model", "./no/such/folder", ""])
+@pytest.mark.parametrize("name", ["./no/such/folder", "/no/such/folder", "~/no/such/folder", "no/such/folder"])
+def test_a_folder_that_is_not_there_is_named(ws: LatentWorkspace, name: str) -> None:
+    with pytest.raises(ModelLoadError, match=r"there is no folder .*; check the path"):
+        ChatLatent(model=name, workspace=ws).load()
+
+
+@pytest.mark.parametrize("name", ["no-such-org/no-such-model", "no-such-model", ""])
 def test_an_unknown_model_is_named_with_what_to_do(ws: LatentWorkspace, name: str) -> None:
     with pytest.raises(ModelLoadError, match="neither a local folder nor a model on the hub") as caught:
         ChatLatent(model=name, workspace=ws).load()

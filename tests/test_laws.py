@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,21 @@ def test_law_5_eight_threads_extending_one_handle_change_neither_it_nor_each_oth
         assert (state.checksum(), state.num_tokens) == (checksum, length)
         assert ws.state_of(handle, chat._resident()).checksum() == checksum
         ws.check_integrity()
+
+
+def test_law_5_two_streams_interleaved_over_a_fresh_handle_do_not_meet(folder: str, keeper: None) -> None:
+    """Both begin at the end of the same storage: the first writes in place, the second must not."""
+    with LatentWorkspace() as ws, LatentWorkspace() as other:
+        chat, alone = (ChatLatent(model=folder, workspace=each, max_tokens=20) for each in (ws, other))
+        doc = [HumanMessage("what one agent knows, the other agents can use")]
+        questions = ("which one?", "why is that so?")
+        handle = chat.read(doc)
+        streams = [chat.stream(question, inherit=handle) for question in questions]
+        answers = ["", ""]
+        for chunks in zip_longest(*streams):
+            for number, chunk in enumerate(chunks):
+                answers[number] += str(chunk.content) if chunk else ""
+        assert answers == [alone.invoke([*doc, HumanMessage(question)]).text for question in questions]
 
 
 @pytest.mark.parametrize("allow", [{Level.EXACT}, {Level.TEXT}, {Level.EXACT, Level.TEXT}])

@@ -42,9 +42,7 @@ class LayerStore:
 
     @property
     def nbytes(self) -> int:
-        if self.keys is None or self.values is None:
-            return 0
-        return self.keys.nbytes + self.values.nbytes
+        return 0 if self.keys is None or self.values is None else self.keys.nbytes + self.values.nbytes
 
     def view(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions begin to end, sharing memory."""
@@ -53,29 +51,38 @@ class LayerStore:
         assert values is not None
         return keys[:, :, begin - self.start : end - self.start], values[:, :, begin - self.start : end - self.start]
 
-    def write(self, at: int, keys: torch.Tensor, values: torch.Tensor, expected: int) -> None:
-        """Put `keys` and `values` at position `at`, growing the storage for `expected` tokens where it is too small."""
+    def write(self, at: int, keys: torch.Tensor, values: torch.Tensor, expected: int) -> int:
+        """Put `keys` and `values` at position `at`, growing the storage for `expected` tokens where it is too small.
+
+        Returns the bytes by which the storage grew.
+        """
         end = at + keys.shape[-2]
+        grown = 0
         if self.keys is None or end - self.start > self.keys.shape[-2]:
-            self._grow(at, capacity_for(max(end, expected) - self.start), keys, values)
+            grown = self._grow(at, capacity_for(max(end, expected) - self.start), keys, values)
         own_keys, own_values = self.view(at, end)
         own_keys.copy_(keys)
         own_values.copy_(values)
+        return grown
 
-    def copy_from(
-        self, other: LayerStore, length: int, keys: torch.Tensor, values: torch.Tensor, expected: int
-    ) -> None:
-        """Take over positions up to `length` of another store; `keys` and `values` give shape, dtype and device."""
+    def copy_from(self, other: LayerStore, length: int, keys: torch.Tensor, values: torch.Tensor, expected: int) -> int:
+        """Take over positions up to `length` of another store; `keys` and `values` give shape, dtype and device.
+
+        Returns the bytes of the new storage.
+        """
         self.keys, self.values, self.start = other.keys, other.values, other.start
         self._grow(length, capacity_for(max(length + keys.shape[-2], expected) - self.start), keys, values)
+        return self.nbytes
 
-    def _grow(self, length: int, capacity: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _grow(self, length: int, capacity: int, keys: torch.Tensor, values: torch.Tensor) -> int:
+        before = self.nbytes
         kept = self.view(self.start, length) if self.keys is not None else None
         grown = [like.new_empty((*like.shape[:2], capacity, like.shape[-1])) for like in (keys, values)]
         if kept is not None:
             for new, old in zip(grown, kept, strict=True):
                 new[:, :, : length - self.start].copy_(old)
         self.keys, self.values = grown
+        return self.nbytes - before
 
 
 class Sized(Protocol):
@@ -86,24 +93,26 @@ class Sized(Protocol):
 
 
 class KVBuffer:
-    """Storage of one sequence over all layers, with at most one writer. Claiming is atomic; safe in threads."""
+    """Storage of one sequence over all layers, with at most one writer. Claiming is atomic; safe in threads.
 
-    __slots__ = ("layers", "_views", "_written", "_lock", "__weakref__")
+    Attributes:
+        nbytes: bytes of storage, spare capacity included; the writer keeps it up to date.
+        is_whole: False where a layer came without its distant past.
+    """
 
-    def __init__(self, layers: list[LayerStore]) -> None:
+    __slots__ = ("layers", "nbytes", "is_whole", "_views", "_written", "_lock", "__weakref__")
+
+    def __init__(self, layers: list[LayerStore], is_whole: bool = True) -> None:
         self.layers = layers
+        self.nbytes = sum(layer.nbytes for layer in layers)
+        self.is_whole = is_whole
         self._views: weakref.WeakSet[Sized] = weakref.WeakSet()
         self._written = False
         self._lock = threading.Lock()
 
     @classmethod
-    def empty(cls, num_layers: int) -> KVBuffer:
-        return cls([LayerStore() for _ in range(num_layers)])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of storage, spare capacity included."""
-        return sum(layer.nbytes for layer in self.layers)
+    def empty(cls, num_layers: int, is_whole: bool = True) -> KVBuffer:
+        return cls([LayerStore() for _ in range(num_layers)], is_whole)
 
     @property
     def sealed(self) -> int:

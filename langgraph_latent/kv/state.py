@@ -76,7 +76,7 @@ class KVState:
     ) -> KVState:
         """A state over given keys and values, taken over without a copy; sliding layers hold their last tokens."""
         stores = [LayerStore(keys, values, num_tokens - keys.shape[-2]) for keys, values in layers]
-        return cls(KVBuffer(stores), kinds, num_tokens)
+        return cls(KVBuffer(stores, not any(store.start for store in stores)), kinds, num_tokens)
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -85,6 +85,14 @@ class KVState:
     def nbytes(self) -> int:
         """Bytes of the keys and values in it, spare capacity not included."""
         return sum(keys.nbytes + values.nbytes for keys, values in self.layers())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first layer's keys: `(batch, kv_heads, seq, head_dim)`; () for a state of no tokens."""
+        keys = self.buffer.layers[0].keys
+        if keys is None:
+            return ()
+        return (*keys.shape[:2], self.num_tokens - self.kinds[0].first_needed(self.num_tokens), keys.shape[-1])
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that the next token may attend to; views."""
@@ -100,7 +108,7 @@ class KVState:
         if not 0 <= num_tokens <= self.num_tokens:
             return False
         stores = zip(self.kinds, self.buffer.layers, strict=True)
-        return all(store.start <= kind.first_needed(num_tokens) for kind, store in stores)
+        return self.buffer.is_whole or all(store.start <= kind.first_needed(num_tokens) for kind, store in stores)
 
     def crop(self, num_tokens: int) -> KVState:
         """The state of the first `num_tokens` tokens, by view. Raises `ValueError` where `can_crop` is False."""
@@ -139,12 +147,15 @@ class KVTail:
 
     def __init__(self, state: KVState, expected: int) -> None:
         self._kinds = state.kinds
-        self._claimed = state.buffer.claim(state.num_tokens)
-        self._buffer = state.buffer if self._claimed else KVBuffer.empty(len(state.kinds))
-        self._state = state  # keeps the forked buffer, and the claimed one's sealed length, alive
-        length, old, new = state.num_tokens, state.buffer.layers, self._buffer.layers
+        self._buffer = state.buffer
+        if not self._buffer.claim(state.num_tokens):
+            self._buffer = KVBuffer.empty(len(state.kinds), state.buffer.is_whole)
+            self._buffer.claim(0)
+        self._is_open = True
+        self._state = state  # keeps what was claimed or is to be copied alive
         self._layers = [
-            _TailLayer(kind, new[index], old[index], length, expected) for index, kind in enumerate(state.kinds)
+            _TailLayer(self._buffer, index, kind, origin, state.num_tokens, expected)
+            for index, (kind, origin) in enumerate(zip(state.kinds, state.buffer.layers, strict=True))
         ]
         self.cache = Cache(layers=[*self._layers])
 
@@ -160,9 +171,9 @@ class KVTail:
         return KVState(self._buffer, self._kinds, self.num_tokens)
 
     def close(self) -> None:
-        """Give the tail back; what was not sealed is forgotten."""
-        if self._claimed:
-            self._claimed = False
+        """Give the tail back; what was not sealed is forgotten. Nothing may be appended after it."""
+        if self._is_open:
+            self._is_open = False
             self._buffer.release()
 
     def __enter__(self) -> KVTail:
@@ -180,11 +191,14 @@ class _TailLayer(CacheLayerMixin):
     is_croppable = False
     is_initialized = True
 
-    def __init__(self, kind: LayerKind, store: LayerStore, origin: LayerStore, length: int, expected: int) -> None:
+    def __init__(
+        self, buffer: KVBuffer, index: int, kind: LayerKind, origin: LayerStore, length: int, expected: int
+    ) -> None:
         self.length = length
         self.is_sliding = kind.window > 0
+        self._buffer = buffer
+        self._store = buffer.layers[index]
         self._kind = kind
-        self._store = store
         self._origin = origin
         self._expected = expected
 
@@ -193,10 +207,12 @@ class _TailLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._origin is not self._store:
             if self.length:
-                self._store.copy_from(self._origin, self.length, key_states, value_states, self._expected)
+                self._buffer.nbytes += self._store.copy_from(
+                    self._origin, self.length, key_states, value_states, self._expected
+                )
             self._origin = self._store
         begin = self._kind.first_needed(self.length)
-        self._store.write(self.length, key_states, value_states, self._expected)
+        self._buffer.nbytes += self._store.write(self.length, key_states, value_states, self._expected)
         self.length += key_states.shape[-2]
         return self._store.view(begin, self.length)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError as JinjaError
 from transformers import PreTrainedTokenizerBase
 
 from langgraph_latent.errors import PromptError, TemplateError
-from langgraph_latent.handle import KVHandle, Message, common_tokens, pack_tokens
+from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message, common_tokens, pack_tokens, unpack_tokens
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
@@ -43,13 +44,29 @@ class PromptWriter:
         its text, the sampled ones stand. A template that rewrites history leaves only the common part inherited.
         """
         text = self._render([*handle.messages, *messages], reply)
+        rest = self._behind(handle, text)
+        if rest is not None and rest.startswith(self._cuts):
+            return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
         tokens = pack_tokens(self._encode(text))
         common = common_tokens(tokens, handle.tokens)
-        if common < handle.num_tokens and _was_sampled(handle, common):
-            rest = self._behind(handle, text)
-            if rest is not None:
-                return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
+        if rest is not None and common < handle.num_tokens and _was_sampled(handle, common):
+            return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
         return Prompt(tokens, common)
+
+    @cached_property
+    def _cuts(self) -> tuple[str, ...]:
+        """Special tokens before which a text can be cut: what stands on either side is tokenised the same without the
+        other. Empty where the tokenizer treats the start of a text in a special way."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        cuts = {t.content: i for i, t in added.items() if t.special and not (t.normalized or t.lstrip or t.rstrip)}
+        probes = ("\n", " a", "a b")
+        whole = all(
+            self._encode(f"{before}{cut}{after}") == [*self._encode(before), token, *self._encode(after)]
+            for cut, token in cuts.items()
+            for before in probes
+            for after in probes
+        )
+        return tuple(cuts) if whole else ()
 
     def _behind(self, handle: KVHandle, text: str) -> str | None:
         """What of a prompt comes behind a handle's tokens; None where the template rewrites the handle's part."""
@@ -63,7 +80,7 @@ class PromptWriter:
         if not (told.startswith(before) and told.endswith(closing)):
             return None
         rest = closing + text[len(told) :]
-        return rest.removeprefix(self._decode(handle.token_ids[-1:]))  # an end token that was sampled closes it already
+        return rest.removeprefix(self._decode(unpack_tokens(handle.tokens[-TOKEN_BYTES:])))  # it may be sampled already
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

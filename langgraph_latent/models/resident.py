@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 
 from langgraph_latent.errors import ContextLengthError, LatentError, ModelLoadError
 from langgraph_latent.kv.state import KVState, KVTail, layer_kinds
+from langgraph_latent.models.attention import use_grouped_heads
 from langgraph_latent.models.digest import weights_digest
 from langgraph_latent.models.prompt import PromptWriter
 from langgraph_latent.models.sampling import Sampler
@@ -51,10 +52,12 @@ class ResidentModel:
         self.kinds = layer_kinds(model.config)
         self.prompts = PromptWriter(tokenizer, name)
         self._lock = threading.Lock()
+        attention = str(model.config.get_text_config()._attn_implementation)
+        use_grouped_heads(model)
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
-        self.spec = _spec_of(self, name, weights)
+        self.spec = _spec_of(self, name, weights, attention)
 
     @property
     def device(self) -> torch.device:
@@ -83,6 +86,7 @@ class ResidentModel:
     ) -> torch.Tensor:
         """Feed `ids` behind a tail, in chunks; the logits after the last one, shape (vocab,).
 
+        Returns when the device is done, so that its time and its errors are this call's.
         Raises `ContextLengthError` before anything is computed where the sequence would be longer than the model takes.
         """
         self.check_length(tail.num_tokens + len(ids))
@@ -90,6 +94,7 @@ class ResidentModel:
             logits = self.forward(ids[begin : begin + PREFILL_CHUNK], tail)
             if on_progress:
                 on_progress(min(begin + PREFILL_CHUNK, len(ids)))
+        logits[0].item()
         return logits
 
     @torch.no_grad()
@@ -171,13 +176,15 @@ def _load(key: ModelKey) -> ResidentModel:
 
 def _folder_of(key: ModelKey) -> Path:
     """The local folder of a model: the name itself, or the snapshot of a hub id (fetched if the hub is reachable)."""
-    if key.name and Path(key.name).is_dir():
-        folder = Path(key.name)
+    folder = Path(key.name).expanduser()
+    if key.name and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelLoadError(
                 f"the folder {key.name!r} holds no config.json; pass a folder made by save_pretrained()"
             )
         return folder
+    if key.name.startswith((".", "/", "~")) or key.name.count("/") > 1:
+        raise ModelLoadError(f"there is no folder {key.name!r}; check the path, or pass a hub id (owner/name)")
     try:
         config = cached_file(key.name, "config.json", revision=key.revision)
     except Exception as error:
@@ -199,7 +206,7 @@ def _default_dtype(device: str) -> str:
     return "float32" if device == "cpu" else "auto"
 
 
-def _spec_of(resident: ResidentModel, name: str, weights: str) -> ModelSpec:
+def _spec_of(resident: ResidentModel, name: str, weights: str, attention: str) -> ModelSpec:
     """Read the identity off a loaded model; layer shapes come from a run of one token."""
     config = resident.model.config.get_text_config()
     with resident.empty_state().append() as tail:
@@ -228,7 +235,7 @@ def _spec_of(resident: ResidentModel, name: str, weights: str) -> ModelSpec:
         adapters=(),
         dtype=str(pairs[0][0].dtype).removeprefix("torch."),
         quantization=str(getattr(quantization, "quant_method", "")) if quantization else "",
-        attention=str(config._attn_implementation),
+        attention=attention,
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
         bytes_per_token=sum(keys[0, :, 0].nbytes + values[0, :, 0].nbytes for keys, values in pairs),
     )

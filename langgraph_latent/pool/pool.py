@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,34 +63,31 @@ class CachePool:
         self._lock = threading.RLock()
         self._indexes: dict[Namespace, PrefixIndex[Entry]] = {}
         self._buffers: dict[int, set[Entry]] = {}
-        self._sizes: dict[int, int] = {}
-        self._used_bytes = 0
         self._handles: dict[str, Entry] = {}
         self._owners: dict[str, set[Entry]] = {}
         self._clock = itertools.count(1)
 
-    def put(
-        self, namespace: Namespace, tokens: bytes, state: KVState, handle: str, owners: Iterable[str] = ()
-    ) -> list[str]:
+    def put(self, namespace: Namespace, tokens: bytes, state: KVState, handle: str, owner: str = "") -> list[str]:
         """Keep `state`, the cache of packed `tokens`, for a handle id; returns the ids that lost their tensors for it.
+
+        `owner`, where given, may `release` it.
 
         Raises `CacheBudgetError`, and changes nothing, where the state's storage alone is larger than the budget.
         """
         assert state.num_tokens * TOKEN_BYTES == len(tokens)
         if not tokens:
             return []
+        self.check_fits(state.buffer.nbytes)
         with self._lock:
-            self.check_fits(state.buffer.nbytes)
             entry = self._entry(namespace, tokens, state)
             entry.used = next(self._clock)
             if (known := self._handles.get(handle)) is not None:
                 known.handles.discard(handle)
             entry.handles.add(handle)
             self._handles[handle] = entry
-            for owner in owners:
+            if owner:
                 entry.owners.add(owner)
                 self._owners.setdefault(owner, set()).add(entry)
-            self._measure(entry.state.buffer)
             return self._shrink(keep=entry)
 
     def longest_prefix(self, namespace: Namespace, tokens: bytes, limit: int) -> KVState | None:
@@ -158,18 +154,19 @@ class CachePool:
                     lost += self._remove(entry)
             return lost
 
-    def clear(self) -> None:
-        """Drop everything, pinned or not."""
+    def clear(self) -> list[str]:
+        """Drop everything, pinned or not; returns every handle id that lost its tensors."""
         with self._lock:
-            for index in (self._indexes, self._buffers, self._sizes, self._handles, self._owners):
+            lost = list(self._handles)
+            for index in (self._indexes, self._buffers, self._handles, self._owners):
                 index.clear()
-            self._used_bytes = 0
+            return lost
 
     def size_info(self) -> PoolInfo:
         with self._lock:
             entries = self._entries()
             pinned = sum(entry.is_pinned for entry in entries)
-            return PoolInfo(self.budget_bytes, self._used_bytes, len(entries), len(self._buffers), pinned)
+            return PoolInfo(self.budget_bytes, self._used(), len(entries), len(self._buffers), pinned)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` where index, buffers, handles, owners or budget contradict one another."""
@@ -197,10 +194,10 @@ class CachePool:
                     for entry in entries
                     for layer in entry.state.buffer.layers
                 ),
-                "used bytes are the buffers' sizes": set(self._sizes) == set(self._buffers)
-                and sum(self._sizes.values()) == self._used_bytes,
-                "the budget holds, or pins exceed it": self._used_bytes <= self.budget_bytes
-                or any(entry.is_pinned for entry in entries),
+                "a buffer's size is that of its layers": all(
+                    entry.state.buffer.nbytes == sum(layer.nbytes for layer in entry.state.buffer.layers)
+                    for entry in entries
+                ),
             }
             for truth, holds in truths.items():
                 if not holds:
@@ -217,28 +214,26 @@ class CachePool:
             self._buffers.setdefault(id(state.buffer), set()).add(node.value)
         return node.value
 
-    def _measure(self, buffer: KVBuffer) -> None:
-        """Take note of a buffer's size, which grows while it is written."""
-        known, actual = self._sizes.get(id(buffer), 0), buffer.nbytes
-        self._sizes[id(buffer)] = actual
-        self._used_bytes += actual - known
+    def _used(self) -> int:
+        """Bytes of every storage once; it grows while it is written."""
+        return sum(_buffer(group).nbytes for group in self._buffers.values())
 
     def _shrink(self, keep: Entry) -> list[str]:
         """Evict by policy until the budget holds. Pins stay; where they leave no room for `keep`, it goes itself."""
         lost: list[str] = []
-        if self._used_bytes <= self.budget_bytes:
+        if self._used() <= self.budget_bytes:
             return lost
         blocks = [
-            Block(key, self._sizes[key], max(entry.used for entry in group))
+            Block(key, _buffer(group).nbytes, max(entry.used for entry in group))
             for key, group in self._buffers.items()
             if keep not in group and not any(entry.is_pinned for entry in group)
         ]
         for block in self._policy.order(blocks):
-            if self._used_bytes <= self.budget_bytes:
+            if self._used() <= self.budget_bytes:
                 break
             for entry in list(self._buffers[block.key]):
                 lost += self._remove(entry)
-        if self._used_bytes > self.budget_bytes and not keep.is_pinned:
+        if self._used() > self.budget_bytes and not keep.is_pinned:
             lost += self._remove(keep)
         return lost
 
@@ -248,7 +243,6 @@ class CachePool:
         self._buffers[key].discard(entry)
         if not self._buffers[key]:
             del self._buffers[key]
-            self._used_bytes -= self._sizes.pop(key)
         for handle in entry.handles:
             del self._handles[handle]
         for owner in entry.owners:
@@ -256,3 +250,8 @@ class CachePool:
             if not self._owners[owner]:
                 del self._owners[owner]
         return sorted(entry.handles)
+
+
+def _buffer(group: set[Entry]) -> KVBuffer:
+    """The storage that a group of entries shares."""
+    return next(iter(group)).state.buffer

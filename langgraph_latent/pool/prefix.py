@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from langgraph_latent.handle import TOKEN_BYTES, common_tokens
 
@@ -20,13 +20,6 @@ class Node(Generic[Value]):
         self.parent = parent
         self.children: dict[bytes, Node[Value]] = {}
         self.value: Value | None = None
-
-
-class Match(NamedTuple, Generic[Value]):
-    """A stored value and the number of leading tokens on which it agrees with the sequence asked for."""
-
-    num_tokens: int
-    value: Value
 
 
 class PrefixIndex(Generic[Value]):
@@ -63,8 +56,8 @@ class PrefixIndex(Generic[Value]):
             node.parent = None
             node = parent
 
-    def matches(self, tokens: bytes) -> Iterator[Match[Value]]:
-        """Values that share a prefix with `tokens`, the longest shared prefix first; each with its shared length."""
+    def matches(self, tokens: bytes) -> Iterator[tuple[int, Value]]:
+        """Number of shared leading tokens and value, for every value that shares any; the most shared first."""
         path: list[tuple[Node[Value], int]] = []
         child, at = self._root.children.get(tokens[:TOKEN_BYTES]), 0
         while child is not None:
@@ -75,7 +68,7 @@ class PrefixIndex(Generic[Value]):
         below: Node[Value] | None = None
         for node, shared in reversed(path):
             for found in _under(node, below):
-                yield Match(shared, found)
+                yield shared, found
             below = node
 
     def __iter__(self) -> Iterator[tuple[bytes, Value]]:

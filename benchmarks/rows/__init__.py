@@ -1,0 +1,22 @@
+"""The benchmark's rows by name, in the order in which they are shown. A row is a function from `Bench` to `Result`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.bench import Bench
+from benchmarks.harness import Result
+from benchmarks.rows import chain, decode, equal_chain, export, first_token, handover, shared_bytes, text_handover
+
+Row = Callable[[Bench], Result]
+
+ROWS: dict[str, Row] = {
+    "handover": handover.run,
+    "first-token": first_token.run,
+    "text-handover": text_handover.run,
+    "chain": chain.run,
+    "equal-chain": equal_chain.run,
+    "decode": decode.run,
+    "bytes": shared_bytes.run,
+    "export": export.run,
+}

@@ -1,0 +1,494 @@
+"""A cache file comes back bit for bit, or not at all: every damage and forgery is refused before anything is used."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import pickle
+import random
+import stat
+import struct
+import time
+import tracemalloc
+import zlib
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import safetensors.torch
+import torch
+
+from langgraph_latent.errors import CodecError, LatentError
+from langgraph_latent.handle import KVHandle, pack_tokens
+from langgraph_latent.kv import codec
+from langgraph_latent.kv.state import KVState
+from langgraph_latent.models import resident
+from langgraph_latent.models.resident import ModelKey, ResidentModel
+
+SUFFIX = [40, 41, 42, 43]
+
+
+class Sample(NamedTuple):
+    """A model with a cache of it, and the blob of that cache."""
+
+    model: ResidentModel
+    handle: KVHandle
+    state: KVState
+    blob: bytes
+
+
+@pytest.fixture(scope="module")
+def sample(tiny_folder: Callable[..., Path]) -> Iterator[Callable[..., Sample]]:
+    """`sample("mistral", "bfloat16", num_tokens)`: made once per arguments."""
+    made: dict[tuple[Any, ...], Sample] = {}
+    keys: list[ModelKey] = []
+
+    def make(kind: str = "llama", dtype: str = "float32", num_tokens: int = 60, seed: int = 0) -> Sample:
+        arguments = (kind, dtype, num_tokens, seed)
+        if arguments not in made:
+            key = ModelKey(str(tiny_folder(kind, seed=seed)), dtype=dtype)
+            model = resident.acquire(key)
+            keys.append(key)
+            ids = torch.randint(3, 300, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)).tolist()
+            with model.empty_state().append() as tail:
+                model.prefill(ids, tail)
+                state = tail.seal()
+            message = {"role": "user", "content": "what it says"}
+            handle = KVHandle.root(model.spec.identity).extend(
+                "prompt", "reader", pack_tokens(ids), [message], model.spec.bytes_per_token
+            )
+            made[arguments] = Sample(model, handle, state, codec.encode(handle, state, model.spec))
+        return made[arguments]
+
+    yield make
+    for key in keys:
+        resident.release(key)
+
+
+def next_logits(model: ResidentModel, state: KVState) -> torch.Tensor:
+    with state.append() as tail:
+        return model.prefill(SUFFIX, tail)
+
+
+# -- round trip ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 23, 24, 25, 60])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+def test_a_cache_comes_back_bit_for_bit(kind: str, dtype: str, num_tokens: int, sample: Callable[..., Sample]) -> None:
+    """Law 4, on tensors; mistral's window is 24, so its cache is shorter than the sequence."""
+    model, handle, state, blob = sample(kind, dtype, num_tokens)
+    back = codec.decode(bytearray(blob), model.spec)
+    assert back.handle == handle
+    assert back.state.equals(state)
+    assert back.state.checksum() == state.checksum()
+    assert back.state.layers()[0][0].dtype == getattr(torch, dtype)
+    assert torch.allclose(next_logits(model, back.state), next_logits(model, state), atol=1e-5, rtol=0)
+
+
+def test_a_sliding_cache_travels_without_its_distant_past(sample: Callable[..., Sample]) -> None:
+    model, _, state, blob = sample("mistral", "float32", 60)
+    tensors = safetensors.torch.load(blob)
+    assert {tensor.shape[-2] for tensor in tensors.values()} == {23}
+    assert sum(tensor.nbytes for tensor in tensors.values()) == state.nbytes == 23 * model.spec.bytes_per_token
+
+
+def test_encoding_what_came_back_gives_the_same_file(sample: Callable[..., Sample]) -> None:
+    model, handle, state, blob = sample("mistral")
+    back = codec.decode(bytearray(blob), model.spec)
+    assert parts(codec.encode(back.handle, back.state, model.spec)) == parts(blob)
+    assert parts(codec.encode(handle, state, model.spec)) == parts(blob)
+
+
+def test_a_blob_is_a_safetensors_file_that_others_can_read(sample: Callable[..., Sample]) -> None:
+    _, _, state, blob = sample("llama")
+    tensors = safetensors.torch.load(blob)
+    for index, (keys, values) in enumerate(state.layers()):
+        assert torch.equal(tensors[f"layers.{index}.keys"], keys)
+        assert torch.equal(tensors[f"layers.{index}.values"], values)
+
+
+def test_a_cropped_state_is_encoded_without_what_was_cropped(sample: Callable[..., Sample]) -> None:
+    model, handle, state, blob = sample("llama")
+    short = KVHandle.root(handle.model).extend("prompt", "reader", handle.tokens[: 4 * 20], [])
+    cropped = codec.encode(short, state.crop(20), model.spec)
+    assert len(cropped) < len(blob) / 2
+    assert codec.decode(bytearray(cropped), model.spec).state.equals(state.crop(20))
+
+
+def test_a_state_one_token_behind_its_handle_travels_too(sample: Callable[..., Sample]) -> None:
+    """The last sampled token is pending: it is in the handle and not yet in the cache."""
+    model, handle, state, _ = sample("llama")
+    ahead = handle.extend("generated", "router", pack_tokens([7]), [{"role": "assistant", "content": "x"}])
+    back = codec.decode(bytearray(codec.encode(ahead, state, model.spec)), model.spec)
+    assert (back.handle.num_tokens, back.state.num_tokens) == (61, 60)
+    assert back.handle == ahead
+
+
+def test_appending_to_what_came_back_leaves_the_blob_as_it_was(sample: Callable[..., Sample]) -> None:
+    model, _, state, blob = sample("llama")
+    own = bytearray(blob)
+    back = codec.decode(own, model.spec)
+    shorter = back.state.crop(20)
+    del back
+    gc.collect()
+    next_logits(model, shorter)
+    assert shorter.equals(state.crop(20))
+
+
+def test_plain_bytes_can_be_decoded(sample: Callable[..., Sample]) -> None:
+    """`bytes` are read-only: no warning (warnings are errors here), and nothing may ever be written into them."""
+    model, _handle, state, blob = sample("llama")
+    before = hashlib.sha256(blob).hexdigest()
+    shorter = codec.decode(blob, model.spec).state.crop(20)
+    gc.collect()
+    next_logits(model, shorter)
+    assert hashlib.sha256(blob).hexdigest() == before
+    assert shorter.equals(state.crop(20))
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_file_can_be_read_by_its_owner_only_whatever_was_there(umask: int, tmp_path: Path) -> None:
+    """A cache can reveal its prompt."""
+    path = tmp_path / "a.kv"
+    path.write_bytes(b"old")
+    path.chmod(0o666)
+    before = os.umask(umask)
+    try:
+        codec.write_file(path, b"new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a.kv"]
+
+
+def test_a_file_that_can_not_be_put_in_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "inside").write_text("x")
+    with pytest.raises(OSError, match="taken"):
+        codec.write_file(taken, b"new")
+    assert os.listdir(tmp_path) == ["taken"]
+    assert os.listdir(taken) == ["inside"]
+
+
+def test_a_write_that_breaks_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    codec.write_file(path, b"old")
+    with pytest.raises(TypeError):
+        codec.write_file(path, "not bytes")  # type: ignore[arg-type]
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a.kv"]
+
+
+# -- damage and forgery ----------------------------------------------------------------------------------------------
+
+
+def parts(blob: bytes) -> tuple[dict[str, Any], bytes]:
+    (length,) = struct.unpack("<Q", blob[:8])
+    return json.loads(blob[8 : 8 + length]), blob[8 + length :]
+
+
+def assemble(header: object, data: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def forge(
+    blob: bytes,
+    edit: Callable[[dict[str, Any], dict[str, Any], bytearray], object],
+    *,
+    rehash: bool = False,
+) -> bytes:
+    """What a forger writes who recomputes the manifest's digest and, with `rehash`, every tensor's."""
+    header, data = parts(blob)
+    manifest, own = json.loads(header["__metadata__"]["manifest"]), bytearray(data)
+    edit(manifest, header, own)
+    if rehash:
+        for index, row in enumerate(manifest["layers"]):
+            for part in ("keys", "values"):
+                begin, end = header[f"layers.{index}.{part}"]["data_offsets"]
+                row[part]["sha256"] = hashlib.sha256(own[begin:end]).hexdigest()
+    text = json.dumps(manifest, sort_keys=True)
+    header["__metadata__"] = {"manifest": text, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return assemble(header, bytes(own))
+
+
+def test_a_forger_who_changes_nothing_is_believed(sample: Callable[..., Sample]) -> None:
+    """So that the forgeries below are refused for what they change."""
+    model, handle, state, blob = sample("mistral")
+    same = codec.decode(bytearray(forge(blob, lambda *_: None, rehash=True)), model.spec)
+    assert same.handle == handle
+    assert same.state.equals(state)
+
+
+def setting(name: str, value: object) -> Callable[..., object]:
+    return lambda manifest, header, data: manifest.__setitem__(name, value)
+
+
+def row_setting(name: str, value: object) -> Callable[..., object]:
+    return lambda manifest, header, data: manifest["layers"][1].__setitem__(name, value)
+
+
+def shaping(shape: list[Any]) -> Callable[..., object]:
+    """Declare another shape, in the table of tensors and in the manifest alike."""
+
+    def edit(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+        header["layers.1.keys"]["shape"] = manifest["layers"][1]["keys"]["shape"] = shape
+
+    return edit
+
+
+def table_setting(name: str, value: object) -> Callable[..., object]:
+    return lambda manifest, header, data: header["layers.1.keys"].__setitem__(name, value)
+
+
+def both_lengths(num_tokens: object) -> Callable[..., object]:
+    def edit(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+        manifest["num_tokens"] = num_tokens
+        for index, row in enumerate(manifest["layers"]):
+            for part in ("keys", "values"):
+                shape = [*row[part]["shape"][:2], num_tokens, row[part]["shape"][3]]
+                row[part]["shape"] = header[f"layers.{index}.{part}"]["shape"] = shape
+
+    return edit
+
+
+def not_finite(value: float) -> Callable[..., object]:
+    return lambda manifest, header, data: data.__setitem__(slice(0, 4), struct.pack("<f", value))
+
+
+def swapped_layers(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+    first, second = (header[f"layers.{index}.keys"] for index in (0, 1))
+    first["data_offsets"], second["data_offsets"] = second["data_offsets"], first["data_offsets"]
+
+
+def swapped_bytes(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+    (a, b), (c, d) = (header[f"layers.{index}.values"]["data_offsets"] for index in (0, 1))
+    data[a:b], data[c:d] = data[c:d], data[a:b]
+
+
+def shifted(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+    begin, end = header["layers.1.keys"]["data_offsets"]
+    header["layers.1.keys"]["data_offsets"] = [begin + 4, end + 4]
+
+
+def handle_bomb(field: str, inside: bytes) -> Callable[..., object]:
+    def edit(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+        manifest["handle"][field] = b64encode(zlib.compress(inside, 9)).decode()
+
+    return edit
+
+
+def other_handle(num_tokens: int = 60, model: str | None = None) -> Callable[..., object]:
+    def edit(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
+        root = KVHandle.root(model or manifest["model"])
+        manifest["handle"] = root.extend("prompt", "n", pack_tokens(range(num_tokens)), []).to_dict()
+
+    return edit
+
+
+FORGERIES: dict[str, tuple[Callable[..., object], bool]] = {
+    "schema 2": (setting("schema", 2), False),
+    "schema of text": (setting("schema", "1"), False),
+    "schema of nothing": (setting("schema", None), False),
+    "another model": (setting("model", "0" * 32), False),
+    "a model of a list": (setting("model", [1]), False),
+    "another dtype": (setting("dtype", "float16"), False),
+    "no tokens": (setting("num_tokens", 0), False),
+    "fewer tokens": (setting("num_tokens", 59), False),
+    "a token more": (setting("num_tokens", 61), False),
+    "negative tokens": (setting("num_tokens", -60), False),
+    "absurd tokens": (setting("num_tokens", 10**18), False),
+    "tokens of text": (setting("num_tokens", "60"), False),
+    "tokens of a fraction": (setting("num_tokens", 60.5), False),
+    "tokens of a float": (both_lengths(60.0), True),
+    "tokens that are true": (setting("num_tokens", True), False),
+    "more tokens everywhere": (both_lengths(61), True),
+    "absurd tokens everywhere": (both_lengths(1 << 40), True),
+    "no layers": (setting("layers", []), False),
+    "layers of a number": (setting("layers", 3), False),
+    "layers of null": (setting("layers", [None, None, None]), False),
+    "a layer less": (lambda manifest, header, data: manifest["layers"].pop(), False),
+    "a layer more": (lambda manifest, header, data: manifest["layers"].append(manifest["layers"][0]), False),
+    "a layer not in the table": (lambda manifest, header, data: header.pop("layers.1.keys"), False),
+    "a tensor more": (lambda manifest, header, data: header.update(extra=header["layers.1.keys"]), False),
+    "another kind": (row_setting("kind", "linear"), False),
+    "another window": (row_setting("window", 7), False),
+    "another begin": (row_setting("begin", 5), False),
+    "keys of null": (row_setting("keys", None), False),
+    "an absurd shape": (shaping([1, 2, 1 << 60, 8]), False),
+    "a shape whose size wraps to the right one": (shaping([1, 2, 60 + (1 << 64), 8]), False),
+    "a negative shape": (shaping([1, -2, -60, 8]), False),
+    "a transposed shape": (shaping([1, 60, 2, 8]), False),
+    "a flat shape": (shaping([960]), False),
+    "a deep shape": (shaping([1] * 1000 + [2, 60, 8]), False),
+    "a batch of two": (shaping([2, 2, 30, 8]), False),
+    "a shape of text": (shaping(["1", "2", "60", "8"]), False),
+    "a narrower dtype": (table_setting("dtype", "F16"), False),
+    "an equally wide dtype": (table_setting("dtype", "I32"), False),
+    "an unknown dtype": (table_setting("dtype", "F4"), False),
+    "a dtype of a list": (table_setting("dtype", ["F32"]), False),
+    "offsets past the end": (table_setting("data_offsets", [1 << 40, (1 << 40) + 3840]), False),
+    "offsets below zero": (table_setting("data_offsets", [-3840, 0]), False),
+    "offsets turned round": (table_setting("data_offsets", [3840, 0]), False),
+    "three offsets": (table_setting("data_offsets", [0, 1, 2]), False),
+    "offsets of text": (table_setting("data_offsets", ["0", "3840"]), False),
+    "no offsets": (table_setting("data_offsets", None), False),
+    "an absurd span": (table_setting("data_offsets", [0, 1 << 62]), False),
+    "offsets of an overlap": (shifted, False),
+    "layers swapped in the table": (swapped_layers, False),
+    "layers swapped in the data": (swapped_bytes, False),
+    "data cut": (lambda manifest, header, data: data.__delitem__(slice(len(data) - 4, None)), False),
+    "data longer": (lambda manifest, header, data: data.extend(b"more"), False),
+    "not a number": (not_finite(float("nan")), True),
+    "infinity": (not_finite(float("inf")), True),
+    "a handle of null": (setting("handle", None), False),
+    "a handle of a list": (setting("handle", []), False),
+    "a handle of fewer tokens": (other_handle(59), False),
+    "a handle of another model": (other_handle(60, "0" * 32), False),
+    "a handle that is a bomb of tokens": (handle_bomb("tokens", b"\x04" + bytes(80 << 20)), False),
+    "a handle that is a bomb of text": (handle_bomb("segments", b"[" + b" " * (80 << 20) + b"]"), False),
+    "a handle that is 100,000 lists deep": (handle_bomb("segments", b"[" * 100_000), False),
+}
+
+
+def refused(blob: bytes, model: ResidentModel) -> str:
+    """The error's text, after checking its type, the time and the memory it took."""
+    own = bytearray(blob)
+    tracemalloc.start()
+    begin = time.perf_counter()
+    try:
+        with pytest.raises(CodecError) as caught:
+            codec.decode(own, model.spec)
+        seconds, peak = time.perf_counter() - begin, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert seconds < 1.0
+    assert peak < 4 * len(blob) + (160 << 20)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_blob_is_refused_at_once_and_without_a_memory_spike(name: str, sample: Callable[..., Sample]) -> None:
+    """Field cases 28 and 29 on files: nothing that merely looks like this model's cache is attended to."""
+    model, _, _, blob = sample("llama")
+    edit, rehash = FORGERIES[name]
+    assert len(refused(forge(blob, edit, rehash=rehash), model)) > 20
+
+
+def damaged(blob: bytes, rng: random.Random) -> bytes:
+    """One blob with one damage of a random kind."""
+    kind = rng.choice(["flip", "flip", "flip", "flip_in_header", "cut", "longer", "hole", "length"])
+    if kind == "flip":
+        own, at = bytearray(blob), rng.randrange(len(blob))
+        own[at] ^= 1 << rng.randrange(8)
+        return bytes(own)
+    if kind == "flip_in_header":
+        own, at = bytearray(blob), rng.randrange(struct.unpack("<Q", blob[:8])[0] + 8)
+        own[at] ^= 1 << rng.randrange(8)
+        return bytes(own)
+    if kind == "cut":
+        return blob[: rng.choice([rng.randrange(len(blob)), rng.randrange(16), len(blob) - 1])]
+    if kind == "longer":
+        return blob + rng.randbytes(rng.randint(1, 100))
+    if kind == "hole":
+        at = rng.randrange(len(blob) - 64)
+        return blob[:at] + blob[at + rng.randint(1, 64) :]
+    return struct.pack("<Q", rng.choice([rng.getrandbits(64), len(blob), len(blob) - 7, 0, 1 << 40])) + blob[8:]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_of_200_damaged_blobs_every_one_is_refused_and_the_untouched_one_still_answers(
+    kind: str, sample: Callable[..., Sample]
+) -> None:
+    model, handle, state, blob = sample(kind)
+    want = next_logits(model, state)
+    rng = random.Random(7)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for _ in range(200):
+        bad = damaged(blob, rng)
+        header_length = struct.unpack("<Q", blob[:8])[0]
+        if bad[8 + header_length :] == blob[8 + header_length :] and same_header(bad, blob):
+            continue  # the flip changed only white space that pads the header
+        begin = time.perf_counter()
+        with pytest.raises(CodecError):
+            codec.decode(bytearray(bad), model.spec)
+        assert time.perf_counter() - begin < 1.0
+    assert process.memory_info().rss - before < 64 << 20
+    back = codec.decode(bytearray(blob), model.spec)
+    assert back.handle == handle
+    assert torch.allclose(next_logits(model, back.state), want, atol=1e-5, rtol=0)
+
+
+def same_header(bad: bytes, blob: bytes) -> bool:
+    try:
+        return parts(bad)[0] == parts(blob)[0]
+    except (ValueError, struct.error):
+        return False
+
+
+def test_another_models_cache_is_refused_with_what_to_do(sample: Callable[..., Sample]) -> None:
+    """Same config, other weights; and the same weights in another dtype."""
+    model = sample("llama").model
+    for other in (sample("llama", "float32", 60, 1), sample("llama", "bfloat16"), sample("gpt2"), sample("mistral")):
+        text = refused(other.blob, model)
+        assert other.model.spec.identity in text
+        assert model.spec.identity in text
+        assert "send text" in text
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [b"", b"1234567", bytes(8), bytes(100), struct.pack("<Q", 2) + b"{}", struct.pack("<Q", 2) + b"[]"]
+    + [struct.pack("<Q", 4) + b"null", struct.pack("<Q", 2) + b"\xff\xff", struct.pack("<Q", 2**64 - 1) + b"{}"]
+    + [assemble({"__metadata__": metadata}, b"") for metadata in (None, [], {}, {"manifest": 1, "manifest_sha256": 2})]
+    + [struct.pack("<Q", 200_000) + b"[" * 200_000],
+    ids=range(14),
+)
+def test_what_is_no_cache_at_all_is_refused(blob: bytes, sample: Callable[..., Sample]) -> None:
+    refused(blob, sample("llama").model)
+
+
+def test_a_model_file_is_no_cache(sample: Callable[..., Sample], tiny_folder: Callable[..., Path]) -> None:
+    weights = (tiny_folder("llama") / "model.safetensors").read_bytes()
+    assert "no manifest" in refused(weights, sample("llama").model)
+
+
+class Trap:
+    """Makes a file when it is un-pickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (str(self.path), "w"))
+
+
+def test_nothing_is_ever_un_pickled(sample: Callable[..., Sample], tmp_path: Path) -> None:
+    model, _, _, blob = sample("llama")
+    sprung = tmp_path / "sprung"
+    pickled = pickle.dumps(Trap(sprung))
+    torch.save({"x": Trap(sprung)}, tmp_path / "x.pt")
+    _header, _data = parts(blob)
+    tricks = [pickled, (tmp_path / "x.pt").read_bytes(), struct.pack("<Q", len(pickled)) + pickled, blob[:8] + pickled]
+    tricks.append(forge(blob, handle_bomb("segments", pickled)))
+    tricks.append(forge(blob, handle_bomb("tokens", pickled)))
+    for trick in tricks:
+        with pytest.raises(LatentError):
+            codec.decode(bytearray(trick), model.spec)
+    assert not sprung.exists()
+    pickle.loads(pickled).close()
+    assert sprung.exists()

@@ -1,0 +1,128 @@
+"""The tracer counts everything, keeps the newest, and writes one whole JSON line per event from any thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from langgraph_latent import events
+from langgraph_latent.errors import ConfigError
+from langgraph_latent.events import Decoded, Delivered, Event, Evicted, Origin, Prefilled, Produced, Routed
+from langgraph_latent.tracer import LatentTracer
+
+ORIGIN = Origin("router", "thread-1", "run-1")
+KINDS = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)]
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_event_is_frozen_and_one_flat_mapping_that_json_takes(kind: type[Event]) -> None:
+    event = kind(origin=ORIGIN, handle="kv-1", model="m", source="reader", num_tokens=3, nbytes=4, duration_s=0.5)
+    plain = event.to_dict()
+    assert plain["event"] == kind.__name__.lower()
+    assert (plain["node"], plain["thread_id"], plain["run_id"]) == ("router", "thread-1", "run-1")
+    assert (plain["source"], plain["num_tokens"], plain["nbytes"], plain["duration_s"]) == ("reader", 3, 4, 0.5)
+    assert plain["success"] is True
+    assert not any(isinstance(value, dict) for value in plain.values())
+    assert json.loads(json.dumps(plain)).keys() == plain.keys()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        event.num_tokens = 5  # type: ignore[misc]
+
+
+def test_a_trace_is_one_json_line_per_event_in_order(tmp_path: Path) -> None:
+    """Field case 67: every hand-over, drop and fall-back is in the log, with both ends of its edge."""
+    path = tmp_path / "run.jsonl"
+    tracer = LatentTracer(path)
+    tracer.emit(Produced(origin=ORIGIN, handle="kv-1", shape=(1, 2, 5, 8), num_layers=3, dtype="float32", nbytes=10))
+    tracer.emit(Evicted(origin=ORIGIN, handle="kv-1", reason="budget \N{LEFTWARDS ARROW}\nasked"))
+    first, second = lines_of(path)
+    assert (first["event"], second["event"]) == ("produced", "evicted")
+    assert (first["shape"], first["dtype"], first["num_layers"], first["nbytes"]) == ([1, 2, 5, 8], "float32", 3, 10)
+    assert second["reason"] == "budget \N{LEFTWARDS ARROW}\nasked"
+    assert isinstance(first["time"], float)
+    assert first["time"] <= second["time"]  # type: ignore[operator]
+
+
+def test_a_second_tracer_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    for number in range(2):
+        LatentTracer(path).emit(Evicted(handle=f"kv-{number}"))
+    assert [line["handle"] for line in lines_of(path)] == ["kv-0", "kv-1"]
+
+
+def test_the_summary_counts_what_is_no_longer_kept() -> None:
+    tracer = LatentTracer(keep=2)
+    for number in range(5):
+        tracer.emit(Prefilled(num_tokens=10, cache_read=100, duration_s=0.5))
+        tracer.emit(Decoded(num_tokens=3, duration_s=0.25))
+        tracer.emit(Routed(route="cache" if number else "text"))
+        tracer.emit(Delivered(route="cache", cache_read=100))
+    assert [type(event) for event in tracer.events] == [Routed, Delivered]
+    summary = tracer.summary()
+    assert summary.events == {"prefilled": 5, "decoded": 5, "routed": 5, "delivered": 5}
+    assert summary.routes == {"cache": 4, "text": 1}
+    assert (summary.tokens_prefilled, summary.tokens_decoded, summary.tokens_reused) == (50, 15, 500)
+    assert (summary.prefill_s, summary.decode_s) == (2.5, 1.25)
+
+
+def test_an_empty_trace_sums_to_nothing() -> None:
+    tracer = LatentTracer()
+    assert tracer.events == ()
+    assert tracer.to_dicts() == []
+    assert tracer.summary() == ({}, {}, 0, 0, 0, 0.0, 0.0)
+
+
+def test_a_summary_does_not_change_afterwards() -> None:
+    tracer = LatentTracer()
+    tracer.emit(Evicted())
+    before = tracer.summary()
+    tracer.emit(Evicted())
+    tracer.emit(Routed(route="text"))
+    assert before.events == {"evicted": 1}
+    assert before.routes == {}
+
+
+def test_kept_events_are_the_emitted_ones_as_plain_data_too() -> None:
+    tracer, event = LatentTracer(), Evicted(handle="kv-1", reason="asked")
+    tracer.emit(event)
+    assert tracer.events == (event,)
+    assert tracer.to_dicts() == [event.to_dict()]
+
+
+def test_eight_threads_write_whole_lines_and_lose_none(tmp_path: Path) -> None:
+    tracer = LatentTracer(tmp_path / "run.jsonl", keep=10_000)
+
+    def work(number: int) -> None:
+        for turn in range(50):
+            tracer.emit(Prefilled(handle=f"{number}-{turn}", num_tokens=1, source="x" * 2000))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    want = {f"{number}-{turn}" for number in range(8) for turn in range(50)}
+    assert {str(line["handle"]) for line in lines_of(tmp_path / "run.jsonl")} == want
+    assert {event.handle for event in tracer.events} == want
+    assert tracer.summary().tokens_prefilled == 400
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    LatentTracer().emit(Evicted())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_can_not_be_written_is_refused_before_the_run_and_not_in_it(tmp_path: Path) -> None:
+    """A trace must never be what loses a run."""
+    with pytest.raises(ConfigError, match=r"run\.jsonl"):
+        LatentTracer(tmp_path / "no" / "such" / "folder" / "run.jsonl")
+    with pytest.raises(ConfigError):
+        LatentTracer(tmp_path)
