@@ -75,6 +75,7 @@ class ChatLatent(BaseChatModel):
 
     _owner: LatentWorkspace | None = PrivateAttr(default=None)
     _load_lock: Any = PrivateAttr(default_factory=threading.Lock)
+    _used_key: ModelKey | None = PrivateAttr(default=None)
     _is_closed: bool = PrivateAttr(default=False)
 
     @model_validator(mode="before")
@@ -281,7 +282,10 @@ class ChatLatent(BaseChatModel):
 
     @property
     def _key(self) -> ModelKey:
-        return ModelKey(self.model, self.revision, self.dtype, self.device)
+        """The model's key, settled on first use: the working directory may change later."""
+        if self._used_key is None:
+            self._used_key = ModelKey(self.model, self.revision, self.dtype, self.device).canonical()
+        return self._used_key
 
     def _loaded_workspace(self) -> LatentWorkspace:
         """The workspace, in which this chat model is a user of its model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
@@ -68,7 +69,7 @@ def _short(value: object) -> str:
         return (
             f"{len(value)} x {value[0]}"
             if value and len(set(value)) == 1
-            else f"{len(value)} items {hash(value) & 0xFFFF:04x}"
+            else f"{len(value)} items {hashlib.sha256(repr(value).encode()).hexdigest()[:4]}"
         )
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -22,8 +22,9 @@ Message = dict[str, Any]
 """One chat message as plain data: `role`, `content` and, where present, `name`, `tool_calls`, `tool_call_id`."""
 
 TOKEN_BYTES = 4
-MAX_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 22
 MAX_RECIPE_BYTES = 1 << 26
+RECIPE_BYTES_PER_TOKEN = 256
 SEGMENT_KINDS = ("prompt", "generated", "latent")
 
 
@@ -70,12 +71,27 @@ class Segment:
         """Make a segment of packed `tokens`. Raises `HandleError` for an unknown kind."""
         if kind not in SEGMENT_KINDS:
             raise HandleError(f"unknown segment kind {kind!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
-        texts = [message["content"].encode("utf-8", "surrogatepass") for message in messages]
-        rest = [{**message, "content": len(text)} for message, text in zip(messages, texts, strict=True)]
-        digest = hashlib.sha256(json.dumps([kind, source, rest], sort_keys=True).encode())
-        for part in (*texts, tokens):
-            digest.update(part)
-        return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(messages), digest.hexdigest())
+        digest = hashlib.sha256(f"{kind} {len(source)} {source} {len(messages)} ".encode())
+        own = []
+        for message in messages:
+            copy, canonical = _copied(message)
+            own.append(copy)
+            digest.update(canonical)
+        digest.update(tokens)
+        return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(own), digest.hexdigest())
+
+
+def _copied(message: Message) -> tuple[Message, bytes]:
+    """A copy of a message that nobody else changes, of what a checkpoint keeps of it, and its bytes for a digest."""
+    role, content = message.get("role"), message.get("content")
+    if not (isinstance(role, str) and isinstance(content, str)):
+        raise HandleError("a handle's messages are mappings with text under `role` and `content`")
+    more = {name: value for name, value in message.items() if name not in ("role", "content")}
+    kept = json.loads(json.dumps(more)) if more else more
+    parts = (role, json.dumps(kept, sort_keys=True) if kept else "", content)
+    texts = [part.encode("utf-8", "surrogatepass") for part in parts]
+    sizes = " ".join(str(len(text)) for text in texts)
+    return {"role": role, "content": content, **kept}, b" ".join([sizes.encode(), *texts])
 
 
 def _handle_id(model: str, tenant: str, segments: Iterable[Segment]) -> str:
@@ -219,14 +235,18 @@ def _unpack(tokens: str, segments: str) -> tuple[bytes, tuple[Segment, ...]]:
         packed = _inflate(tokens, MAX_TOKENS * TOKEN_BYTES)
         ids = array({2: "H", 4: "I"}[packed[0]], packed[1:])
         all_tokens = array("I", ids).tobytes()
-        rows = json.loads(_inflate(segments, MAX_RECIPE_BYTES).decode("utf-8", "surrogatepass"))
+        # A token says a bounded number of bytes, so few tokens can't carry a recipe that inflates to gigabytes.
+        limit = min(MAX_RECIPE_BYTES, (1 << 20) + RECIPE_BYTES_PER_TOKEN * (len(all_tokens) // TOKEN_BYTES))
+        rows = json.loads(_inflate(segments, limit).decode("utf-8", "surrogatepass"))
         position, unpacked = 0, []
         for kind, source, num_tokens, messages in rows:
             end = position + num_tokens * TOKEN_BYTES
             unpacked.append(Segment.of(kind, source, all_tokens[position:end], messages))
             position = end
+        if position != len(all_tokens):
+            raise ValueError(f"its segments claim {position // TOKEN_BYTES} tokens")
         return all_tokens, tuple(unpacked)
-    except (ValueError, KeyError, TypeError, IndexError, zlib.error) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, zlib.error) as error:
         raise HandleError(f"a handle's packed form can't be read: {error}") from error
 
 

@@ -49,6 +49,8 @@ class EdgePolicy:
         except ValueError as error:
             known = f"levels: {[level.name for level in Level]}; routes: {[route.value for route in Route]}"
             raise ConfigError(f"{error}; known {known}") from None
+        if self.route is Route.ADAPTER:
+            raise ConfigError("route=ADAPTER can't be forced: there is no adapter yet; force CACHE or TEXT")
         if self.on_failure not in ("fall_back", "raise"):
             raise ConfigError(f"on_failure is {self.on_failure!r}; known: 'fall_back', 'raise'")
 
@@ -132,8 +134,8 @@ class EdgeRouter:
                 )
 
     def policy(self, source: str, node: str) -> EdgePolicy:
-        """The policy of an edge: its own, else that of ("*", node), else of (source, "*"), else the default."""
-        for edge in ((source, node), ("*", node), (source, "*")):
+        """The policy of an edge: its own, else that of ("*", node), (source, "*") or ("*", "*"), else the default."""
+        for edge in ((source, node), ("*", node), (source, "*"), ("*", "*")):
             if edge in self.policies:
                 return self.policies[edge]
         return self.default

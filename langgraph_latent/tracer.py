@@ -8,6 +8,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from langgraph_latent.errors import ConfigError
 from langgraph_latent.events import Decoded, Event, Prefilled, Routed
 
 
@@ -32,6 +33,11 @@ class LatentTracer:
     def __init__(self, path: str | Path | None = None, *, keep: int = 10_000, checksums: bool = False) -> None:
         self.path = Path(path) if path is not None else None
         self.checksums = checksums
+        if self.path is not None:
+            try:
+                self.path.open("a").close()
+            except OSError as error:
+                raise ConfigError(f"the trace file {str(self.path)!r} can't be written: {error}") from error
         self._events: deque[Event] = deque(maxlen=keep)
         self._counts: Counter[str] = Counter()
         self._routes: Counter[str] = Counter()

@@ -269,7 +269,7 @@ class LatentWorkspace:
         try:
             lost = self.pool.put(Namespace(handle.model, self.tenant), tokens, state, handle.id, owner)
         except CacheBudgetError as error:  # it grew past the budget while it was decoded: the answer stands
-            self.emit(Evicted(origin=origin, handle=handle.id, reason=str(error)))
+            self._report_lost([handle.id, *self.pool.drop_storage(state)], str(error))
             return
         self._report_lost(lost, "budget")
         self.emit(
@@ -301,7 +301,7 @@ class LatentWorkspace:
 
     def unpin(self, handle: KVHandle) -> None:
         """Let a handle's tensors be evicted again."""
-        self.pool.unpin(handle.id)
+        self._report_lost(self.pool.unpin(handle.id), "budget")
 
     def release(self, thread_id: str) -> None:
         """Drop the tensors that only this LangGraph thread made and nobody pinned; call it with `delete_thread`."""
@@ -367,7 +367,8 @@ class LatentWorkspace:
         target = "bytes" if isinstance(source, bytes | bytearray | memoryview) else str(source)
         try:
             blob = bytearray(source) if target == "bytes" else _read_file(Path(target))  # type: ignore[arg-type]
-            handle, state = codec.decode(memoryview(blob), receiver.spec)
+            handle, state = codec.decode(blob, receiver.spec)
+            state = state.to(receiver.devices)
         except CodecError as error:
             self.emit(Refused(origin=origin, success=False, reason=str(error)))
             raise

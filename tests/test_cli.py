@@ -161,7 +161,7 @@ def test_a_difference_is_said_and_not_hidden() -> None:
 
 
 def test_unknown_folder_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    assert_one_line_error(run("demo", "--model", tmp_path / "nowhere", "--json"), "nowhere' is neither a local folder")
+    assert_one_line_error(run("demo", "--model", tmp_path / "nowhere", "--json"), "nowhere'; check the path")
 
 
 def test_context_too_short_is_one_line_and_exit_code_1(tiny_folder: Callable[..., Path]) -> None:

@@ -61,13 +61,14 @@ def encode(handle: KVHandle, state: KVState, spec: ModelSpec) -> bytes:
     return save(tensors, {"manifest": manifest, "manifest_sha256": _sha256(manifest.encode())})
 
 
-def decode(blob: bytes | memoryview, spec: ModelSpec) -> Decoded:
+def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec) -> Decoded:
     """Verify a blob for the model of `spec` and view its tensors, sharing memory with `blob`.
 
     Raises `CodecError` for anything that is not exactly what `encode` wrote for this model.
     """
     try:
-        return _decode(memoryview(blob), spec)
+        view = memoryview(blob)
+        return _decode(memoryview(bytearray(view)) if view.readonly else view, spec)
     except CodecError:
         raise
     except HandleError as error:
@@ -77,15 +78,18 @@ def decode(blob: bytes | memoryview, spec: ModelSpec) -> Decoded:
 
 
 def write_file(path: Path, blob: bytes) -> None:
-    """Put a blob into a file that only its owner can read, whole or not at all."""
-    fd, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Put a blob into a file that only its owner can read, whole or not at all. Raises `CodecError`."""
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(blob)
-        os.replace(part, path)
-    except BaseException:
-        os.unlink(part)
-        raise
+        fd, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(blob)
+            os.replace(part, path)
+        except BaseException:
+            os.unlink(part)
+            raise
+    except OSError as error:
+        raise CodecError(f"the cache can't be written to {str(path)!r}: {error}") from error
 
 
 def _decode(blob: memoryview, spec: ModelSpec) -> Decoded:

@@ -7,6 +7,7 @@ model call after another. Neither knows which model or tokens it belongs to.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -118,6 +119,14 @@ class KVState:
             raise ValueError(f"a state of {self.num_tokens} tokens can't be cropped to {num_tokens}")
         return KVState(self.buffer, self.kinds, num_tokens)
 
+    def to(self, devices: Sequence[torch.device]) -> KVState:
+        """The state with each layer on the device it is used on; itself where it is there already."""
+        pairs = list(zip(self.layers(), devices, strict=True))
+        if all(keys.device == device for (keys, _), device in pairs):
+            return self
+        moved = [(keys.to(device), values.to(device)) for (keys, values), device in pairs]
+        return KVState.from_tensors(self.kinds, moved, self.num_tokens)
+
     def checksum(self) -> str:
         """SHA-256 over shape, dtype and bytes of every layer; reads all of it."""
         digest = hashlib.sha256()
@@ -147,16 +156,13 @@ class KVTail:
 
     def __init__(self, state: KVState, expected: int) -> None:
         self._kinds = state.kinds
-        self._buffer = state.buffer
-        if not self._buffer.claim(state.num_tokens):
-            self._buffer = KVBuffer.empty(len(state.kinds), state.buffer.is_whole)
-            self._buffer.claim(0)
+        buffer = state.buffer
+        if not buffer.claim(state.num_tokens):
+            buffer = KVBuffer.empty(len(state.kinds), state.buffer.is_whole)
+            buffer.claim(0)
+        self._growth = growth = _Growth(state, buffer, expected)
         self._is_open = True
-        self._state = state  # keeps what was claimed or is to be copied alive
-        self._layers = [
-            _TailLayer(self._buffer, index, kind, origin, state.num_tokens, expected)
-            for index, (kind, origin) in enumerate(zip(state.kinds, state.buffer.layers, strict=True))
-        ]
+        self._layers = [_TailLayer(growth, index, state.num_tokens) for index in range(len(state.kinds))]
         self.cache = Cache(layers=[*self._layers])
 
     @property
@@ -166,15 +172,16 @@ class KVTail:
 
     def seal(self) -> KVState:
         """The state of everything appended so far."""
-        if self.num_tokens == self._state.num_tokens:
-            return self._state
-        return KVState(self._buffer, self._kinds, self.num_tokens)
+        origin, buffer, _ = self._growth
+        if self.num_tokens == origin.num_tokens:
+            return origin
+        return KVState(buffer, origin.kinds, self.num_tokens)
 
     def close(self) -> None:
         """Give the tail back; what was not sealed is forgotten. Nothing may be appended after it."""
         if self._is_open:
             self._is_open = False
-            self._buffer.release()
+            self._growth.buffer.release()
 
     def __enter__(self) -> KVTail:
         return self
@@ -185,36 +192,47 @@ class KVTail:
         self.close()
 
 
+class _Growth(NamedTuple):
+    """What the layers of a tail share: where it begins, the storage it writes to, and the length to make room for."""
+
+    origin: KVState
+    buffer: KVBuffer
+    expected: int
+
+
 class _TailLayer(CacheLayerMixin):
     """transformers' view of one layer under a tail. Built once per layer and hand-over, so it does next to nothing."""
 
     is_croppable = False
     is_initialized = True
 
-    def __init__(
-        self, buffer: KVBuffer, index: int, kind: LayerKind, origin: LayerStore, length: int, expected: int
-    ) -> None:
+    def __init__(self, growth: _Growth, index: int, length: int) -> None:
         self.length = length
-        self.is_sliding = kind.window > 0
-        self._buffer = buffer
-        self._store = buffer.layers[index]
-        self._kind = kind
-        self._origin = origin
-        self._expected = expected
+        self._growth = growth
+        self._index = index
+
+    @property
+    def is_sliding(self) -> bool:
+        return self._kind.window > 0
+
+    @property
+    def _kind(self) -> LayerKind:
+        return self._growth.origin.kinds[self._index]
+
+    @property
+    def _store(self) -> LayerStore:
+        return self._growth.buffer.layers[self._index]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._origin is not self._store:
-            if self.length:
-                self._buffer.nbytes += self._store.copy_from(
-                    self._origin, self.length, key_states, value_states, self._expected
-                )
-            self._origin = self._store
-        begin = self._kind.first_needed(self.length)
-        self._buffer.nbytes += self._store.write(self.length, key_states, value_states, self._expected)
+        growth, store, at = self._growth, self._store, self.length
+        if store.keys is None and at:  # a fork's first write
+            origin = growth.origin.buffer.layers[self._index]
+            growth.buffer.nbytes += store.copy_from(origin, at, key_states, value_states, growth.expected)
+        growth.buffer.nbytes += store.write(at, key_states, value_states, growth.expected)
         self.length += key_states.shape[-2]
-        return self._store.view(begin, self.length)
+        return store.view(self._kind.first_needed(at), self.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         begin = self._kind.first_needed(self.length)
@@ -238,7 +256,7 @@ class _TailLayer(CacheLayerMixin):
         return self._view()[1]
 
     def _view(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        store = self._store if self._store.keys is not None else self._origin
+        store = self._store if self._store.keys is not None else self._growth.origin.buffer.layers[self._index]
         return store.view(self._kind.first_needed(self.length), self.length) if self.length else (None, None)
 
 

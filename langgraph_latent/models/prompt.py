@@ -80,7 +80,13 @@ class PromptWriter:
         if not (told.startswith(before) and told.endswith(closing)):
             return None
         rest = closing + text[len(told) :]
-        return rest.removeprefix(self._decode(unpack_tokens(handle.tokens[-TOKEN_BYTES:])))  # it may be sampled already
+        said = told[len(before) : len(told) - len(closing)]
+        if said.strip() != str(handle.messages[-1]["content"]).strip():
+            return None  # the template tells the answer otherwise than it was given
+        last = unpack_tokens(handle.tokens[-TOKEN_BYTES:])
+        if last[0] in self._tokenizer.all_special_ids:  # a sampled end token closes it already
+            rest = rest.removeprefix(self._decode(last))
+        return rest
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -99,7 +105,7 @@ class PromptWriter:
             )
         try:
             text: Any = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply)
-        except (JinjaError, ValueError, TypeError, KeyError) as error:
+        except (JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateError(
                 f"the chat template of {self._name!r} refuses these messages (roles: {roles}): {error}"
@@ -110,12 +116,13 @@ class PromptWriter:
 
 
 def _was_sampled(handle: KVHandle, index: int) -> bool:
-    """Whether token `index` of a handle, or one before it, was sampled and not written by the template."""
-    position = 0
+    """Whether token `index` of a handle was sampled, or is one that the first sampled token melts into."""
+    begin = 0
     for segment in handle.segments:
-        position += segment.num_tokens
-        if index < position:
-            return segment.kind == "generated"
+        end = begin + segment.num_tokens
+        if segment.kind == "generated" and begin - 1 <= index < end:
+            return True
+        begin = end
     return False
 
 
@@ -126,30 +133,33 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        self._sent = 0
+        self._decoded = ""
         self.text = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Add a token; the text that became certain. Sets `stopped` where a stop string is complete."""
         self._ids.append(token)
-        self.text = str(self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        found = [at for at in (self.text.find(stop) for stop in self._stop) if at >= 0]
+        self._decoded = str(
+            self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+        found = [at for at in (self._decoded.find(stop) for stop in self._stop) if at >= 0]
         if found:
-            self.text, self.stopped = self.text[: min(found)], True
+            self._decoded, self.stopped = self._decoded[: min(found)], True
             return self.flush()
-        return self._send(len(self.text) - self._uncertain())
+        return self._send(len(self._decoded) - self._uncertain())
 
     def flush(self) -> str:
         """What is left when no more tokens come."""
-        return self._send(len(self.text))
+        return self._send(len(self._decoded))
 
     def _send(self, end: int) -> str:
-        begin, self._sent = self._sent, max(self._sent, end)
-        return self.text[begin : self._sent]
+        piece = self._decoded[len(self.text) : end]
+        self.text += piece
+        return piece
 
     def _uncertain(self) -> int:
         """Length of the tail that a next token could still change or turn into a stop string."""
-        half = 1 if self.text.endswith(UNFINISHED) else 0
-        starts = (n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-        return max(half, *starts, 0)
+        whole = self._decoded.rstrip(UNFINISHED)
+        starts = (n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n]))
+        return len(self._decoded) - len(whole) + max(starts, default=0)

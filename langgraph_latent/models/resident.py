@@ -36,6 +36,11 @@ class ModelKey(NamedTuple):
     dtype: str = "auto"
     device: str = "auto"
 
+    def canonical(self) -> ModelKey:
+        """The key with a folder's one true name, whatever path led to it."""
+        folder = Path(self.name).expanduser()
+        return self._replace(name=str(folder.resolve())) if self.name and folder.is_dir() else self
+
 
 class ResidentModel:
     """A model in memory. One forward runs at a time; every method is safe in threads.
@@ -44,6 +49,7 @@ class ResidentModel:
         spec: the model's identity.
         kinds: its cache layers.
         prompts: renders messages for it.
+        devices: where each cache layer lives.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, weights: str) -> None:
@@ -57,7 +63,11 @@ class ResidentModel:
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
-        self.spec = _spec_of(self, name, weights, attention)
+        with self.empty_state().append() as tail:
+            self.forward([0], tail)
+            probe = tail.seal().layers()  # real shapes, dtypes and devices
+        self.devices = [keys.device for keys, _ in probe]
+        self.spec = _spec_of(self, probe, name, weights, attention)
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +176,12 @@ def _load(key: ModelKey) -> ResidentModel:
     dtype = _default_dtype(device) if key.dtype == "auto" else key.dtype
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device, use_safetensors=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, device_map=device, use_safetensors=True, output_loading_info=True
+        )
+        model, report = loaded
+        if missing := sorted(report["missing_keys"]):  # transformers fills them with random numbers
+            raise ModelLoadError(f"the weights in {key.name!r} lack {len(missing)} tensors, first {missing[0]!r}")
     except LatentError:
         raise
     except Exception as error:  # the one place where loading errors, of whatever kind, become ours
@@ -176,7 +191,7 @@ def _load(key: ModelKey) -> ResidentModel:
 
 def _folder_of(key: ModelKey) -> Path:
     """The local folder of a model: the name itself, or the snapshot of a hub id (fetched if the hub is reachable)."""
-    folder = Path(key.name).expanduser()
+    folder = Path(key.name)
     if key.name and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelLoadError(
@@ -206,16 +221,14 @@ def _default_dtype(device: str) -> str:
     return "float32" if device == "cpu" else "auto"
 
 
-def _spec_of(resident: ResidentModel, name: str, weights: str, attention: str) -> ModelSpec:
-    """Read the identity off a loaded model; layer shapes come from a run of one token."""
+def _spec_of(
+    resident: ResidentModel, pairs: list[tuple[torch.Tensor, torch.Tensor]], name: str, weights: str, attention: str
+) -> ModelSpec:
+    """Read the identity off a loaded model; `pairs` are the keys and values of a run of one token, per layer."""
     config = resident.model.config.get_text_config()
-    with resident.empty_state().append() as tail:
-        resident.forward([0], tail)
-        state = tail.seal()
-    pairs = state.layers()
     layers = tuple(
         LayerSpec(kind.name, kind.window, keys.shape[1], keys.shape[-1], values.shape[-1])
-        for kind, (keys, values) in zip(state.kinds, pairs, strict=True)
+        for kind, (keys, values) in zip(resident.kinds, pairs, strict=True)
     )
     rope = getattr(config, "rope_parameters", None)
     tokenizer = resident.tokenizer

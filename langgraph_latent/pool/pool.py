@@ -85,9 +85,8 @@ class CachePool:
                 known.handles.discard(handle)
             entry.handles.add(handle)
             self._handles[handle] = entry
-            if owner:
-                entry.owners.add(owner)
-                self._owners.setdefault(owner, set()).add(entry)
+            entry.owners.add(owner)  # "" owns what was made outside of any thread or scope; nobody releases it
+            self._owners.setdefault(owner, set()).add(entry)
             return self._shrink(keep=entry)
 
     def longest_prefix(self, namespace: Namespace, tokens: bytes, limit: int) -> KVState | None:
@@ -125,12 +124,15 @@ class CachePool:
                 entry.pinned_until = max(entry.pinned_until, time.monotonic() + ttl_s)
             return True
 
-    def unpin(self, handle: str) -> None:
-        """Undo one `pin` without a time limit, and any with one."""
+    def unpin(self, handle: str) -> list[str]:
+        """Undo one `pin` without a time limit, and any with one; returns the ids that lost their tensors by it."""
         with self._lock:
-            if entry := self._handles.get(handle):
-                entry.pins = max(0, entry.pins - 1)
-                entry.pinned_until = 0.0
+            entry = self._handles.get(handle)
+            if entry is None:
+                return []
+            entry.pins = max(0, entry.pins - 1)
+            entry.pinned_until = 0.0
+            return self._shrink(keep=entry)
 
     def drop(self, handle: str) -> list[str]:
         """Let go of a handle's tensors, pinned or not; returns every handle id that lost its tensors."""
@@ -219,7 +221,7 @@ class CachePool:
         return sum(_buffer(group).nbytes for group in self._buffers.values())
 
     def _shrink(self, keep: Entry) -> list[str]:
-        """Evict by policy until the budget holds. Pins stay; where they leave no room for `keep`, it goes itself."""
+        """Evict by policy until the budget holds. Pins stay; where they leave no room for `keep`, its storage goes."""
         lost: list[str] = []
         if self._used() <= self.budget_bytes:
             return lost
@@ -233,8 +235,10 @@ class CachePool:
                 break
             for entry in list(self._buffers[block.key]):
                 lost += self._remove(entry)
-        if self._used() > self.budget_bytes and not keep.is_pinned:
-            lost += self._remove(keep)
+        group = self._buffers[id(keep.state.buffer)]
+        if self._used() > self.budget_bytes and not any(entry.is_pinned for entry in group):
+            for entry in list(group):
+                lost += self._remove(entry)
         return lost
 
     def _remove(self, entry: Entry) -> list[str]:
