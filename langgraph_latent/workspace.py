@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -52,12 +52,10 @@ from langgraph_latent.models import resident
 from langgraph_latent.models.prompt import Prompt
 from langgraph_latent.models.resident import ModelKey, ResidentModel
 from langgraph_latent.pool.pool import CachePool, Namespace, PoolInfo
+from langgraph_latent.pool.recipes import RecipeBook
 from langgraph_latent.router import Cost, EdgeRouter, Route, RouteDecision
 from langgraph_latent.spec import ModelSpec
 from langgraph_latent.tracer import LatentTracer
-
-RECIPE_BYTES = 64 << 20
-"""How much the workspace remembers of recipes, by the size of their token ids and messages."""
 
 _default: LatentWorkspace | None = None
 _default_lock = threading.Lock()
@@ -129,8 +127,7 @@ class LatentWorkspace:
         self._models: dict[ModelKey, ResidentModel] = {}
         self._model_users: Counter[ModelKey] = Counter()
         self._specs: dict[str, ModelSpec] = {}
-        self._recipes: OrderedDict[str, KVHandle] = OrderedDict()
-        self._recipe_bytes = 0
+        self._recipes = RecipeBook()
         self._lock = threading.RLock()
         self._closed = False
 
@@ -193,10 +190,8 @@ class LatentWorkspace:
         Raises `UnknownHandleError` for one that this workspace does not remember.
         """
         known = str(reply if isinstance(reply, str) else getattr(reply, "response_metadata", {}).get("kv_handle"))
-        with self._lock:
-            if known in self._recipes:
-                self._recipes.move_to_end(known)
-                return self._recipes[known]
+        if handle := self._recipes.find(known):
+            return handle
         raise UnknownHandleError(
             f"this workspace does not know handle {known!r}: it belongs to another process or workspace, or was "
             "forgotten. Pass the messages instead, or carry the KVHandle itself (a LatentChannel does)."
@@ -226,44 +221,29 @@ class LatentWorkspace:
         for handle in request.inherited:
             self.check(handle)
         handles = _without_contained(request.inherited)
-        decisions = [self._route(handle, receiver, request, first=not index) for index, handle in enumerate(handles)]
-        messages = (*_told(handles), *request.messages)
+        edges = [self._route(handle, receiver, request, first=not index) for index, handle in enumerate(handles)]
         root = KVHandle.root(receiver.spec.identity, self.tenant)
-        base, news, prompt = root, messages, Prompt(b"", 0)
-        if decisions and decisions[0].route is Route.CACHE:
-            news = messages[len(handles[0].messages) :]
-            prompt = receiver.prompts.extend(handles[0], news, reply=request.reply)
-            base = handles[0]
-            if prompt.inherited < base.num_tokens:
-                self._emit(Diverged, request, base, num_tokens=prompt.inherited, inherited=base.num_tokens)
-                base, news = root, messages
-        else:
-            prompt = receiver.prompts.write(messages, reply=request.reply)
+        inherited = handles[0] if edges and edges[0].route is Route.CACHE else root
+        told = (*_told(handles), *request.messages)
+        prompt = receiver.prompts.extend(inherited, told[len(inherited.messages) :], reply=request.reply)
+        base = inherited if prompt.inherited == inherited.num_tokens else root
         num_tokens = len(prompt.tokens) // TOKEN_BYTES
         receiver.check_length(num_tokens + request.reply)
         self.pool.check_fits(capacity_for(num_tokens) * receiver.spec.bytes_per_token)
-        forced = any(decision.code == "forced" for decision in decisions)
-        state = (
-            self._find(receiver, prompt.tokens, num_tokens - request.reply) if request.reuse and not forced else None
-        )
+        may_reuse = request.reuse and not any(edge.code == "forced" for edge in edges)
+        state = self._find(receiver, prompt.tokens, num_tokens - request.reply) if may_reuse else None
         state = state or receiver.empty_state()
-        if decisions and decisions[0].route is Route.CACHE:
-            self._report_delivery(request, handles[0], state, prompt, time.perf_counter() - begin)
-        decision = _weakest(decisions) or _unrouted(state.num_tokens)
-        cost = Cost(num_tokens - state.num_tokens)
+        if inherited is not root:
+            self._report_delivery(request, inherited, state, prompt, time.perf_counter() - begin)
+        decision = max(edges, key=lambda edge: edge.level, default=_unrouted(state.num_tokens))
+        decision = decision.with_cost(estimated=Cost(num_tokens - state.num_tokens))
         policies = [self.router.policy(handle.source, request.origin.node) for handle in handles]
         may_fall_back = all(policy.may_fall_back for policy in policies)
-        return Delivery(prompt.tokens, state, base, news, decision.with_cost(estimated=cost), may_fall_back)
+        return Delivery(prompt.tokens, state, base, told[len(base.messages) :], decision, may_fall_back)
 
     def keep(self, handle: KVHandle, state: KVState, origin: Origin) -> None:
         """Remember a handle and put its state into the pool."""
-        with self._lock:
-            if handle.id not in self._recipes:
-                self._recipe_bytes += len(handle.tokens)
-            self._recipes[handle.id] = handle
-            self._recipes.move_to_end(handle.id)
-            while self._recipe_bytes > RECIPE_BYTES and len(self._recipes) > 1:
-                self._recipe_bytes -= len(self._recipes.popitem(last=False)[1].tokens)
+        self._recipes.remember(handle)
         tokens = handle.tokens[: state.num_tokens * TOKEN_BYTES]
         owner = _scope.get() or _thread_owner(origin.thread_id)
         try:
@@ -445,7 +425,9 @@ class LatentWorkspace:
     def _report_delivery(
         self, request: Request, handle: KVHandle, state: KVState, prompt: Prompt, duration_s: float
     ) -> None:
-        pending = 1 if handle.segments and handle.segments[-1].kind == "generated" else 0
+        if prompt.inherited < handle.num_tokens:
+            self._emit(Diverged, request, handle, num_tokens=prompt.inherited, inherited=handle.num_tokens)
+        pending = 1 if handle.segments[-1].kind == "generated" else 0
         missing = prompt.inherited - state.num_tokens
         if missing > pending:
             self._emit(Rebuilt, request, handle, num_tokens=missing, reason="not in the pool")
@@ -521,10 +503,6 @@ def _told(handles: Sequence[KVHandle]) -> tuple[Message, ...]:
         shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         told += handle.messages[shared:]
     return tuple(told)
-
-
-def _weakest(decisions: Sequence[RouteDecision]) -> RouteDecision | None:
-    return max(decisions, key=lambda decision: decision.level, default=None)
 
 
 def _unrouted(cache_read: int) -> RouteDecision:

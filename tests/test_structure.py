@@ -47,6 +47,7 @@ LAYERS = [
     "pool",
     "pool.policies",
     "pool.prefix",
+    "pool.recipes",
     "pool.tiers",
     "pool.pool",
     "adapters.base",
@@ -74,7 +75,7 @@ LAYERS = [
     "__main__",
 ]
 PLAIN = ["errors", "paths", "handle", "spec", "compat", "events", "router"]
-TORCH_FREE = [*PLAIN, "channel", "tracer", "pool.policies", "pool.prefix"]
+TORCH_FREE = [*PLAIN, "channel", "tracer", "pool.policies", "pool.prefix", "pool.recipes"]
 OUTSIDE = ("demo", "cli", "testing", "__main__")  # may use what they show or fake
 DOORS = {
     "langgraph": {"channel", "node"},

@@ -43,6 +43,8 @@ class PromptWriter:
         Equal to `write` of all messages, but where the tokens sampled for an answer are not what the tokenizer makes of
         its text, the sampled ones stand. A template that rewrites history leaves only the common part inherited.
         """
+        if not handle.segments:
+            return self.write(messages, reply=reply)
         text = self._render([*handle.messages, *messages], reply)
         rest = self._behind(handle, text)
         if rest is not None and rest.startswith(self._cuts):

@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,9 +91,7 @@ class ResidentModel:
                 "shorten the messages, inherit less, or use a model with a longer context"
             )
 
-    def prefill(
-        self, ids: Sequence[int], tail: KVTail, on_progress: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
+    def prefill(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
         """Feed `ids` behind a tail, in chunks; the logits after the last one, shape (vocab,).
 
         Returns when the device is done, so that its time and its errors are this call's.
@@ -102,8 +100,6 @@ class ResidentModel:
         self.check_length(tail.num_tokens + len(ids))
         for begin in range(0, len(ids), PREFILL_CHUNK):
             logits = self.forward(ids[begin : begin + PREFILL_CHUNK], tail)
-            if on_progress:
-                on_progress(min(begin + PREFILL_CHUNK, len(ids)))
         logits[0].item()
         return logits
 
