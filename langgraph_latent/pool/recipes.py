@@ -1,4 +1,4 @@
-"""What is remembered of handles after their tensors are gone: the handles themselves, which are small. Safe in threads."""
+"""What is remembered of handles after their tensors are gone: the handles, which are small. Safe in threads."""
 
 from __future__ import annotations
 
