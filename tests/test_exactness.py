@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -135,3 +137,12 @@ def test_the_pending_token_is_fed_once(tiny_chat: ChatLatent, ws: LatentWorkspac
     following = tiny_chat.handle(reply)
     assert following.num_tokens == reply.usage_metadata["input_tokens"] + reply.usage_metadata["output_tokens"]
     assert following.tokens[: len(handle.tokens)] == pack_tokens(handle.token_ids)
+
+
+def test_the_installed_forwards_own_cache_argument_is_used(tiny_chat: ChatLatent) -> None:
+    """Field case 39: `past_key_values` became `cache`; whichever the installed forward takes, without its warning."""
+    model = tiny_chat._resident()
+    assert model._cache_argument in inspect.signature(model.model.forward).parameters
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answer_exactly(tiny_chat, "go on", tiny_chat.read(STORY))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,18 +104,19 @@ def test_every_answer_is_transformers_own_layers_answer(chunk: int, sliding: boo
 def test_a_model_over_a_tail_gives_the_logits_of_one_forward(kind: str, tiny_folder: Callable[..., Path]) -> None:
     """Field cases 25 and 27, level 0: any split of a sequence gives the logits of the whole, past the window too."""
     model = AutoModelForCausalLM.from_pretrained(tiny_folder(kind), dtype=torch.float32).eval()
-    rng = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, 300, (1, 90), generator=rng)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    ids = torch.randint(3, 300, (1, 90), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         whole = model(ids).logits[0]
         state = KVState.empty(layer_kinds(model.config))
         for begin, end in [(0, 40), (40, 41), (41, 70), (70, 71), (71, 90)]:
             with state.append() as tail:
-                logits = model(ids[:, begin:end], attention_mask=torch.ones(1, end), cache=tail.cache).logits[0]
+                mask = torch.ones(1, end)
+                logits = model(ids[:, begin:end], attention_mask=mask, **{name: tail.cache}).logits[0]
                 assert torch.allclose(logits, whole[begin:end], atol=1e-4, rtol=0)
                 state = tail.seal()
         stock = DynamicCache(config=model.config)
-        model(ids, cache=stock)
+        model(ids, **{name: stock})
     for (keys, values), layer in zip(state.layers(), stock.layers, strict=True):
         assert torch.allclose(keys, layer.keys, atol=1e-4, rtol=0)
         assert torch.allclose(values, layer.values, atol=1e-4, rtol=0)
