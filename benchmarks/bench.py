@@ -19,8 +19,7 @@ from langgraph_latent.demo import REPORT
 from langgraph_latent.handle import TOKEN_BYTES, Message
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore, capacity_for
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.models import resident
-from langgraph_latent.models.resident import ModelKey, ResidentModel
+from langgraph_latent.models.resident import ResidentModel
 from langgraph_latent.pool.pool import Namespace
 
 QUESTIONS = ("What went wrong?", "What is urgent?", "Which team should act?", "What should it do?")
@@ -79,7 +78,7 @@ class Bench:
         workspace = LatentWorkspace()
         chat = ChatLatent(model=name, workspace=workspace).load()
         text = ChatLatent(model=name, workspace=workspace, reuse=False).load()
-        model = resident.acquire(ModelKey(name))
+        model = chat.resident()
         bench = cls(settings, name, workspace, chat, text, model, Stock(model), ticker)
         bench._warm_up()
         return bench
@@ -96,7 +95,6 @@ class Bench:
 
     def close(self) -> None:
         self.workspace.close()
-        resident.release(ModelKey(self.name))
 
     @property
     def namespace(self) -> Namespace:
@@ -163,7 +161,7 @@ class Stock:
         self.model: Any = model.model
         self._tokenizer: Any = model.tokenizer
         self._ends = sorted(model.end_tokens)
-        self._cache_argument = model._cache_argument
+        self._cache_argument = model.cache_argument
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)

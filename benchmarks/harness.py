@@ -159,14 +159,17 @@ def interleave(rounds: int, sides: Mapping[str, Side], ticker: Ticker) -> dict[s
 
 
 class Stopwatch:
-    """A transformers streamer that notes when each token came; seconds since it was made."""
+    """A transformers streamer that notes when each sampled token came; seconds since it was made."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []
+        self._has_prompt = False
         self._begin = time.perf_counter()
 
     def put(self, value: Any) -> None:
-        self.marks.append(self.now())
+        if self._has_prompt:
+            self.marks.append(self.now())
+        self._has_prompt = True
 
     def end(self) -> None:
         """Nothing to close."""

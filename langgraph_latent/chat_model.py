@@ -1,4 +1,4 @@
-"""`ChatLatent`: a LangChain chat model over a resident model. The only module that knows LangChain's messages."""
+"""`ChatLatent`: a LangChain chat model over a resident model. The only module that translates LangChain's messages."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ChatLatent(BaseChatModel):
 
     def load(self) -> ChatLatent:
         """Make the model resident now and not on first use. Raises `ModelLoadError`."""
-        self._resident()
+        self.resident()
         return self
 
     def close(self) -> None:
@@ -109,15 +109,19 @@ class ChatLatent(BaseChatModel):
                 self._owner.leave_model(self._key)
                 self._owner = None
 
+    def resident(self) -> ResidentModel:
+        """The model in memory, shared by the process; loads it if need be."""
+        return self._loaded_workspace().model(self._key)
+
     @property
     def spec(self) -> ModelSpec:
         """The model's identity; loads it if need be."""
-        return self._resident().spec
+        return self.resident().spec
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer; loads it if need be."""
-        return self._resident().tokenizer
+        return self.resident().tokenizer
 
     # -- handles --------------------------------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class ChatLatent(BaseChatModel):
         Raises `PromptError` (empty, refused by the template, too long), `HandleError`, `CacheBudgetError`.
         """
         request = self._request(self._convert_input(messages).to_messages(), inherit, _origin(config), reply=False)
-        return Turn(self._loaded_workspace(), self._resident(), request).read()
+        return Turn(self._loaded_workspace(), self.resident(), request).read()
 
     async def aread(
         self, messages: LanguageModelInput, *, inherit: Inherited = None, config: RunnableConfig | None = None
@@ -146,14 +150,14 @@ class ChatLatent(BaseChatModel):
 
         Tensors that are gone are rebuilt first. Raises `HandleError` (`ModelMismatchError` for another model's).
         """
-        return self._loaded_workspace().export(handle, self._resident(), path)
+        return self._loaded_workspace().export(handle, self.resident(), path)
 
     def ingest_kv_cache(self, source: str | Path | bytes) -> KVHandle:
         """Take an exported file or byte string into the workspace, after verifying every part of it.
 
         Raises `CodecError` for anything damaged, altered or made by another model; then nothing of it was used.
         """
-        return self._loaded_workspace().ingest(source, self._resident(), _origin(None))
+        return self._loaded_workspace().ingest(source, self.resident(), _origin(None))
 
     # -- LangChain's contract -------------------------------------------------------------------------------------
 
@@ -174,8 +178,8 @@ class ChatLatent(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        turn = self._turn(messages, kwargs)
-        for _ in self._decode(turn, stop, kwargs):
+        turn, pieces = self._answer(messages, stop, kwargs)
+        for _ in pieces:
             pass
         message = AIMessage(turn.text, usage_metadata=_usage(turn), response_metadata=self._metadata(turn))
         return ChatResult(generations=[ChatGeneration(message=message)])
@@ -187,8 +191,8 @@ class ChatLatent(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        turn = self._turn(messages, kwargs)
-        for piece in self._decode(turn, stop, kwargs):
+        turn, pieces = self._answer(messages, stop, kwargs)
+        for piece in pieces:
             chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
             if run_manager:
                 run_manager.on_llm_new_token(piece, chunk=chunk)
@@ -238,26 +242,32 @@ class ChatLatent(BaseChatModel):
 
     # -- one request ----------------------------------------------------------------------------------------------
 
-    def _turn(self, messages: Sequence[BaseMessage], options: dict[str, Any]) -> Turn:
-        self.check_options(options)
+    def _answer(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
+    ) -> tuple[Turn, Iterator[str]]:
+        """A turn, and the pieces of its answer as they come."""
+        self._check_names(options)
+        sampling = self._sampling(options, stop)
+        workspace = self._loaded_workspace()
         request = self._request(messages, options.get("inherit"), _origin(None), reply=True)
-        return Turn(self._loaded_workspace(), self._resident(), request)
-
-    def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` for a per-call option that does not exist or has an impossible value."""
-        if unknown := sorted(set(options) - {*CALL_OPTIONS, "stop"}):
-            raise ConfigError(f"ChatLatent takes no call option {unknown[0]!r}; known: {', '.join(CALL_OPTIONS)}, stop")
-        self._sampling(options, options.get("stop"))
-
-    def _decode(self, turn: Turn, stop: list[str] | None, options: dict[str, Any]) -> Iterator[str]:
+        turn = Turn(workspace, workspace.model(self._key), request)
         criteria = options.get("stopping_criteria")
-        return turn.decode(
-            self._sampling(options, stop),
+        return turn, turn.decode(
+            sampling,
             processors=options.get("logits_processor") or (),
             criteria=StoppingCriteriaList(criteria) if criteria else None,
             streamer=options.get("streamer"),
             cancelled=options.get("cancelled"),
         )
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for a per-call option that does not exist or has an impossible value."""
+        self._check_names(options)
+        self._sampling(options, options.get("stop"))
+
+    def _check_names(self, options: Mapping[str, Any]) -> None:
+        if unknown := sorted(set(options) - {*CALL_OPTIONS, "stop"}):
+            raise ConfigError(f"ChatLatent takes no call option {unknown[0]!r}; known: {', '.join(CALL_OPTIONS)}, stop")
 
     def _sampling(self, options: Mapping[str, Any], stop: str | list[str] | None) -> Sampling:
         chosen = {name: options.get(name, getattr(self, name)) for name in SAMPLING_OPTIONS}
@@ -297,9 +307,6 @@ class ChatLatent(BaseChatModel):
                 workspace.use_model(self._key)
                 self._owner = workspace
             return self._owner
-
-    def _resident(self) -> ResidentModel:
-        return self._loaded_workspace().model(self._key)
 
 
 def plain_message(message: BaseMessage) -> Message:
@@ -343,7 +350,7 @@ def _text_of(message: BaseMessage) -> str:
 
 
 def _usage(turn: Turn) -> UsageMetadata:
-    read, written = len(turn.prompt_ids), len(turn.sampled)
+    read, written = turn.num_prompt_tokens, len(turn.sampled)
     return UsageMetadata(
         input_tokens=read,
         output_tokens=written,

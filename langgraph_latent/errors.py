@@ -1,4 +1,4 @@
-"""Every error this library raises on purpose. It knows nothing but names.
+"""Every error of the library proper; the command line and the demo add one each. It knows nothing but names.
 
 LatentError
 ├── ModelLoadError        the model's name, folder or files are unusable

@@ -42,8 +42,9 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded(Event):
-    """A model became resident."""
+    """A workspace began to use a model; `duration_s` is short where the process held it already."""
 
+    name: str = ""
     device: str = ""
     dtype: str = ""
 
@@ -64,7 +65,7 @@ class Decoded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Produced(Event):
-    """A node made a handle: its cache is in the pool."""
+    """A node made a handle."""
 
     shape: tuple[int, ...] = ()
     num_layers: int = 0
@@ -105,27 +106,28 @@ class FellBack(Event):
     from_route: str = ""
     to_route: str = ""
     reason: str = ""
+    success: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diverged(Event):
     """The rendered prompt departs from the inherited tokens; only the common `num_tokens` are reused."""
 
-    inherited: int = 0
+    num_inherited: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported(Event):
-    """A cache was written to a file or byte string."""
+    """A cache was written to a file, or to a byte string where `file` is empty."""
 
-    target: str = ""
+    file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ingested(Event):
-    """A cache was read from a file or byte string and verified."""
+    """A cache was read from a file, or from a byte string where `file` is empty, and verified."""
 
-    target: str = ""
+    file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,7 @@ class Refused(Event):
     """A handle, file or byte string failed verification."""
 
     reason: str = ""
+    success: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

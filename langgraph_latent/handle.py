@@ -13,7 +13,6 @@ import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from langgraph_latent.errors import HandleError
@@ -71,7 +70,7 @@ class Segment:
         """Make a segment of packed `tokens`. Raises `HandleError` for an unknown kind."""
         if kind not in SEGMENT_KINDS:
             raise HandleError(f"unknown segment kind {kind!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
-        digest = hashlib.sha256(f"{kind} {len(source)} {source} {len(messages)} ".encode())
+        digest = hashlib.sha256(f"{kind} {len(source)} {source} {len(messages)} ".encode("utf-8", "surrogatepass"))
         own = []
         for message in messages:
             copy, canonical = _copied(message)
@@ -96,7 +95,7 @@ def _copied(message: Message) -> tuple[Message, bytes]:
 
 def _handle_id(model: str, tenant: str, segments: Iterable[Segment]) -> str:
     parts = [model, tenant, *(segment.digest for segment in segments)]
-    return "kv-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return "kv-" + hashlib.sha256("\n".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -134,10 +133,10 @@ class KVHandle:
     @classmethod
     def root(cls, model: str, tenant: str = "") -> KVHandle:
         """The handle of no tokens, from which every recipe grows."""
-        return cls._sound(model, tenant, 0, b"", ())
+        return cls._made(model, tenant, 0, b"", ())
 
     @classmethod
-    def _sound(cls, model: str, tenant: str, nbytes: int, tokens: bytes, segments: tuple[Segment, ...]) -> KVHandle:
+    def _made(cls, model: str, tenant: str, nbytes: int, tokens: bytes, segments: tuple[Segment, ...]) -> KVHandle:
         handle = cls(_handle_id(model, tenant, segments), model, tenant, nbytes, tokens, segments)
         handle.__dict__["_is_sound"] = True
         return handle
@@ -149,13 +148,13 @@ class KVHandle:
         segment = Segment.of(kind, source, tokens, messages)
         all_tokens = self.tokens + tokens
         nbytes = len(all_tokens) // TOKEN_BYTES * bytes_per_token
-        return self._sound(self.model, self.tenant, nbytes, all_tokens, (*self.segments, segment))
+        return self._made(self.model, self.tenant, nbytes, all_tokens, (*self.segments, segment))
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
 
-    @cached_property
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The token ids, the last sampled one included."""
         return tuple(unpack_tokens(self.tokens))

@@ -62,7 +62,7 @@ class EdgePolicy:
     @property
     def may_fall_back(self) -> bool:
         """Whether a failing cache may be replaced by re-reading."""
-        return self.on_failure == "fall_back" and Level.TEXT in self.levels and self.route in (None, Route.TEXT)
+        return self.on_failure == "fall_back" and Level.TEXT in self.levels and self.route is not Route.CACHE
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,17 @@ class RouteDecision:
         """Route, level, code and reason as plain data, for `response_metadata`."""
         return {"route": self.route.value, "level": int(self.level), "code": self.code, "reason": self.reason}
 
-    @classmethod
-    def failed(cls, before: RouteDecision, error: BaseException) -> RouteDecision:
+    def failed(self, error: BaseException) -> RouteDecision:
         """The decision to re-read after a delivered cache failed in use."""
-        return cls(Route.TEXT, Level.TEXT, "failed", f"the cache could not be used: {error}", before.compatibility)
+        reason = f"the cache could not be used: {type(error).__name__}: {error}"
+        return RouteDecision(Route.TEXT, Level.TEXT, "failed", reason, self.compatibility)
 
-    def with_cost(self, estimated: Cost | None = None, actual: Cost | None = None) -> RouteDecision:
-        return replace(self, estimated=estimated or self.estimated, actual=actual or self.actual)
+    def diverged(self, num_reused: int, num_inherited: int) -> RouteDecision:
+        """The decision where the rendered prompt keeps only the first tokens of what is inherited."""
+        reason = f"the template rewrites what is inherited: {num_reused} of {num_inherited} tokens stay"
+        if not num_reused:
+            return RouteDecision(Route.TEXT, Level.TEXT, "diverged", reason, self.compatibility)
+        return replace(self, code="diverged", reason=reason)
 
 
 def choose(compatibility: Compatibility, policy: EdgePolicy, *, first: bool = True) -> RouteDecision:
@@ -99,7 +103,7 @@ def choose(compatibility: Compatibility, policy: EdgePolicy, *, first: bool = Tr
     differing = "; ".join(compatibility.reasons)
     if level is Level.EXACT and level in policy.levels and policy.route is not Route.TEXT:
         return RouteDecision(Route.CACHE, level, "same_model", "same model: the cache is appended to", compatibility)
-    if Level.TEXT not in policy.levels or policy.route not in (None, Route.TEXT):
+    if Level.TEXT not in policy.levels or policy.route is Route.CACHE:
         raise RouteError(
             f"no route: the best level that works is {level.name}{f' ({differing})' if differing else ''}, the policy "
             f"allows {sorted(allowed.name for allowed in policy.levels)} and forces "
@@ -139,7 +143,3 @@ class EdgeRouter:
             if edge in self.policies:
                 return self.policies[edge]
         return self.default
-
-    def decide(self, source: str, node: str, compatibility: Compatibility, *, first: bool = True) -> RouteDecision:
-        """`choose` with the edge's policy."""
-        return choose(compatibility, self.policy(source, node), first=first)

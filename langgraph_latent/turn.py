@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Event as Flag
 from typing import Any
 
@@ -29,11 +30,11 @@ class Turn:
     """A request under way. Call `read` or exhaust `decode`, once; then the attributes are final.
 
     Attributes:
-        prompt_ids: the whole prompt, inherited tokens included.
+        num_prompt_tokens: of the whole prompt, what is inherited included.
+        cache_read: prompt tokens whose keys and values were reused.
         sampled: sampled token ids, an end token included.
         text: what was sampled, as text, without stop strings.
-        finish_reason: "stop", "length" or "cancelled".
-        cache_read: prompt tokens whose keys and values were reused.
+        finish_reason: "stop", "length", "cancelled" or "error".
         handle: of the prompt, then of everything up to and with the last token.
         decision: how the inherited handle's edge was served.
     """
@@ -42,21 +43,22 @@ class Turn:
         self._workspace = workspace
         self._model = model
         self._origin = request.origin
-        self._delivery = workspace.deliver(model, request)
-        self.prompt_ids = unpack_tokens(self._delivery.tokens)
-        self.cache_read = self._delivery.state.num_tokens
-        self.decision: RouteDecision = self._delivery.decision
+        self._delivery = delivery = workspace.deliver(model, request)
+        self.num_prompt_tokens = len(delivery.tokens) // TOKEN_BYTES
+        self.cache_read = delivery.state.num_tokens
+        self.decision: RouteDecision = delivery.decision
         self.sampled: list[int] = []
         self.text = ""
         self.finish_reason = ""
-        base, node = self._delivery.base, request.origin.node
-        new_tokens = self._delivery.tokens[len(base.tokens) :]
-        self.handle = base.extend("prompt", node, new_tokens, self._delivery.messages, model.spec.bytes_per_token)
+        new_tokens = delivery.tokens[len(delivery.base.tokens) :]
+        self.handle = delivery.base.extend(
+            "prompt", request.origin.node, new_tokens, delivery.messages, model.spec.bytes_per_token
+        )
 
     def read(self) -> KVHandle:
         """Prefill the prompt; the handle of it."""
         with self._prefilled() as (tail, _):
-            self._keep(tail.seal())
+            self._workspace.keep(self.handle, tail.seal(), self._origin)
         return self.handle
 
     def decode(
@@ -73,48 +75,63 @@ class Turn:
         `processors`, `criteria` and `streamer` are transformers' own. Setting `cancelled`, or closing the iterator,
         ends the decoding after the current token; what was sampled by then is kept.
         """
-        detokenizer = Detokenizer(self._model.tokenizer, sampling.stop)
-        sampler = Sampler(sampling, self._model.model.generation_config, self._model.device, processors)
+        model, prompt = self._model, self._delivery.tokens
+        detokenizer = Detokenizer(model.tokenizer, sampling.stop)
+        sampler = Sampler(sampling, model.model.generation_config, model.device, prompt, processors)
         with self._prefilled() as (tail, logits):
             assert logits is not None, "an answer always follows at least one fed token"
-            tokens = self._model.decode(self.prompt_ids, logits, tail, sampler, sampling.max_tokens)
-            self.finish_reason, seconds = "cancelled", 0.0
-            begin = time.perf_counter()
+            tokens = _Timed(model.decode(logits, tail, sampler, sampling.max_tokens))
+            if streamer is not None:
+                streamer.put(sampler.context.cpu())
             try:
                 for token in tokens:
-                    seconds += time.perf_counter() - begin
                     self.sampled.append(token)
                     if streamer is not None:
                         streamer.put(torch.tensor([token]))
-                    is_end = token in self._model.end_tokens
-                    piece = detokenizer.flush() if is_end else detokenizer.push(token)
-                    if piece:
+                    is_end = token in model.end_tokens
+                    if piece := "" if is_end else detokenizer.push(token):
                         yield piece
-                    if is_end or detokenizer.stopped or self._is_stopped(criteria):
+                    is_stopped = criteria is not None and bool(criteria(sampler.context, sampler.scores).all())
+                    if is_end or detokenizer.stopped or is_stopped:
                         self.finish_reason = "stop"
                         break
                     if cancelled is not None and cancelled.is_set():
+                        self.finish_reason = "cancelled"
                         break
-                    begin = time.perf_counter()
                 else:
                     self.finish_reason = "length"
                 if rest := detokenizer.flush():
                     yield rest
+            except GeneratorExit:
+                self.finish_reason = self.finish_reason or "cancelled"
+                raise
+            except BaseException:
+                self.finish_reason = "error"
+                raise
             finally:
                 if streamer is not None:
                     streamer.end()
                 self.text = detokenizer.text
-                self._keep(tail.seal())
-                self._workspace.emit(
-                    Decoded(
-                        origin=self._origin,
-                        handle=self.handle.id,
-                        model=self.handle.model,
-                        num_tokens=len(self.sampled),
-                        duration_s=seconds,
-                        finish_reason=self.finish_reason,
-                    )
-                )
+                self._finish(tail.seal(), tokens.seconds)
+
+    def _finish(self, state: KVState, seconds: float) -> None:
+        """Complete the handle with what was sampled, and give it with its state to the workspace."""
+        if self.sampled:
+            answer = {"role": "assistant", "content": self.text}
+            tokens, size = pack_tokens(self.sampled), self._model.spec.bytes_per_token
+            self.handle = self.handle.extend("generated", self._origin.node, tokens, [answer], size)
+        self._workspace.keep(self.handle, state, self._origin)
+        self._workspace.emit(
+            Decoded(
+                origin=self._origin,
+                handle=self.handle.id,
+                model=self.handle.model,
+                source=self._delivery.base.source,
+                num_tokens=len(self.sampled),
+                duration_s=seconds,
+                finish_reason=self.finish_reason,
+            )
+        )
 
     @contextmanager
     def _prefilled(self) -> Iterator[tuple[KVTail, torch.Tensor | None]]:
@@ -135,14 +152,14 @@ class Turn:
 
     def _feed(self, state: KVState, tokens: bytes) -> tuple[KVTail, torch.Tensor | None]:
         begin = time.perf_counter()
-        tail = state.append(len(self.prompt_ids))
+        tail = state.append(self.num_prompt_tokens)
         try:
             logits = self._model.prefill(unpack_tokens(tokens), tail) if tokens else None
         except BaseException:
             tail.close()
             raise
         cost = Cost(len(tokens) // TOKEN_BYTES, time.perf_counter() - begin)
-        self.decision = self.decision.with_cost(actual=cost)
+        self.decision = replace(self.decision, actual=cost)
         base = self._delivery.base
         self._workspace.emit(
             Prefilled(
@@ -171,19 +188,22 @@ class Turn:
             )
         )
         self._workspace.give_up(self._delivery.state)
-        self.cache_read, self.decision = 0, RouteDecision.failed(self.decision, error)
+        self.cache_read, self.decision = 0, self.decision.failed(error)
 
-    def _is_stopped(self, criteria: StoppingCriteriaList | None) -> bool:
-        if not criteria:
-            return False
-        ids = torch.tensor([[*self.prompt_ids, *self.sampled]], device=self._model.device)
-        return bool(criteria(ids, None).all())
 
-    def _keep(self, state: KVState) -> None:
-        """Complete the handle and give it with its state to the workspace."""
-        if self.sampled:
-            answer = {"role": "assistant", "content": self.text}
-            size = self._model.spec.bytes_per_token
-            tokens = pack_tokens(self.sampled)
-            self.handle = self.handle.extend("generated", self._origin.node, tokens, [answer], size)
-        self._workspace.keep(self.handle, state, self._origin)
+class _Timed:
+    """An iterator that adds up the `seconds` its source took, without those of its consumer."""
+
+    def __init__(self, source: Iterator[int]) -> None:
+        self._source = source
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        begin = time.perf_counter()
+        try:
+            return next(self._source)
+        finally:
+            self.seconds += time.perf_counter() - begin

@@ -8,23 +8,21 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
-import os
-import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from langgraph_latent.compat import Compatibility, Difference, Level, compare
+from langgraph_latent.delivery import Delivery, Request, told_by, unrouted, without_contained
 from langgraph_latent.errors import (
     CacheBudgetError,
     ClosedError,
     CodecError,
-    ConfigError,
     HandleError,
     ModelMismatchError,
     TenantError,
@@ -44,52 +42,27 @@ from langgraph_latent.events import (
     Refused,
     Routed,
 )
-from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message
+from langgraph_latent.handle import TOKEN_BYTES, KVHandle, unpack_tokens
 from langgraph_latent.kv import codec
 from langgraph_latent.kv.buffer import capacity_for
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.models import resident
 from langgraph_latent.models.prompt import Prompt
 from langgraph_latent.models.resident import ModelKey, ResidentModel
+from langgraph_latent.pool.budget import default_budget, parse_bytes
 from langgraph_latent.pool.pool import CachePool, Namespace, PoolInfo
 from langgraph_latent.pool.recipes import RecipeBook
-from langgraph_latent.router import Cost, EdgeRouter, Route, RouteDecision
+from langgraph_latent.router import Cost, EdgePolicy, EdgeRouter, Route, RouteDecision, choose
 from langgraph_latent.spec import ModelSpec
 from langgraph_latent.tracer import LatentTracer
 
 _default: LatentWorkspace | None = None
 _default_lock = threading.Lock()
-_scope: contextvars.ContextVar[str] = contextvars.ContextVar("latent_scope", default="")
+_scopes: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
+    "latent_scopes", default=MappingProxyType({})
+)
 _scope_ids = itertools.count(1)
 _E = TypeVar("_E", bound=Event)
-
-
-class Request(NamedTuple):
-    """What a chat model asks for: new messages behind inherited handles; with `reply`, up to where an answer begins."""
-
-    messages: Sequence[Message]
-    inherited: Sequence[KVHandle]
-    reply: bool
-    reuse: bool
-    origin: Origin
-
-
-class Delivery(NamedTuple):
-    """What a receiver starts from: the prompt's packed tokens, a state that covers a prefix of them, the handle to
-    extend (its tokens are a prefix of the prompt) with the messages that are new to it, and how its edge was served.
-    `may_fall_back` is False where a policy wants failures raised."""
-
-    tokens: bytes
-    state: KVState
-    base: KVHandle
-    messages: tuple[Message, ...]
-    decision: RouteDecision
-    may_fall_back: bool
-
-    @property
-    def missing(self) -> bytes:
-        """The prompt's tokens that are not in the state."""
-        return self.tokens[self.state.num_tokens * TOKEN_BYTES :]
 
 
 class WorkspaceInfo(NamedTuple):
@@ -120,7 +93,7 @@ class LatentWorkspace:
         tracer: LatentTracer | None = None,
         tenant: str | None = None,
     ) -> None:
-        self.pool = CachePool(_default_budget() if memory is None else parse_bytes(memory))
+        self.pool = CachePool(default_budget() if memory is None else parse_bytes(memory))
         self.router = router or EdgeRouter()
         self.tracer = tracer or LatentTracer()
         self.tenant = tenant or ""
@@ -144,33 +117,32 @@ class LatentWorkspace:
 
     def use_model(self, key: ModelKey) -> None:
         """Note one more user of a model and make it resident. Raises `ModelLoadError`."""
-        self._check_open()
         with self._lock:
+            self._check_open()
+            if key not in self._models:
+                self._load(key)
             self._model_users[key] += 1
-            if self._model_users[key] > 1:
-                return
-            begin = time.perf_counter()
-            try:
-                model = resident.acquire(key)
-            except BaseException:
-                del self._model_users[key]
-                raise
-            self._models[key] = model
-            self._specs[model.spec.identity] = model.spec
-            self.emit(
-                Loaded(
-                    model=model.spec.identity,
-                    source=model.spec.name,
-                    duration_s=time.perf_counter() - begin,
-                    device=str(model.device),
-                    dtype=model.spec.dtype,
-                )
+
+    def _load(self, key: ModelKey) -> None:
+        begin = time.perf_counter()
+        model = resident.acquire(key)
+        self._models[key] = model
+        self._specs[model.spec.identity] = model.spec
+        self.emit(
+            Loaded(
+                model=model.spec.identity,
+                name=model.spec.name,
+                duration_s=time.perf_counter() - begin,
+                device=str(model.device),
+                dtype=model.spec.dtype,
             )
+        )
 
     def model(self, key: ModelKey) -> ResidentModel:
         """A model that `use_model` made resident. Raises `ClosedError` when the workspace was closed since."""
-        self._check_open()
-        return self._models[key]
+        if (model := self._models.get(key)) is None:
+            raise ClosedError("this workspace was closed; make a new LatentWorkspace()")
+        return model
 
     def leave_model(self, key: ModelKey) -> None:
         """Undo one `use_model`; the last user frees the weights, unless another workspace uses them."""
@@ -218,40 +190,43 @@ class LatentWorkspace:
         """
         self._check_open()
         begin = time.perf_counter()
-        for handle in request.inherited:
+        for handle in request.handles:
             self.check(handle)
-        handles = _without_contained(request.inherited)
-        edges = [self._route(handle, receiver, request, first=not index) for index, handle in enumerate(handles)]
-        root = KVHandle.root(receiver.spec.identity, self.tenant)
-        inherited = handles[0] if edges and edges[0].route is Route.CACHE else root
-        told = (*_told(handles), *request.messages)
-        prompt = receiver.prompts.extend(inherited, told[len(inherited.messages) :], reply=request.reply)
-        base = inherited if prompt.inherited == inherited.num_tokens else root
-        num_tokens = len(prompt.tokens) // TOKEN_BYTES
-        receiver.check_length(num_tokens + request.reply)
-        self.pool.check_fits(capacity_for(num_tokens) * receiver.spec.bytes_per_token)
-        may_reuse = request.reuse and not any(edge.code == "forced" for edge in edges)
-        state = self._find(receiver, prompt.tokens, num_tokens - request.reply) if may_reuse else None
-        state = state or receiver.empty_state()
-        if inherited is not root:
-            self._report_delivery(request, inherited, state, prompt, time.perf_counter() - begin)
-        decision = max(edges, key=lambda edge: edge.level, default=_unrouted(state.num_tokens))
-        decision = decision.with_cost(estimated=Cost(num_tokens - state.num_tokens))
+        handles = without_contained(request.handles)
         policies = [self.router.policy(handle.source, request.origin.node) for handle in handles]
-        may_fall_back = all(policy.may_fall_back for policy in policies)
-        return Delivery(prompt.tokens, state, base, told[len(base.messages) :], decision, may_fall_back)
+        edges = [
+            self._route(handle, receiver, policy, request, is_first=not index)
+            for index, (handle, policy) in enumerate(zip(handles, policies, strict=True))
+        ]
+        root = KVHandle.root(receiver.spec.identity, self.tenant)
+        lead = handles[0] if edges and edges[0].route is Route.CACHE else root
+        told = (*told_by(handles), *request.messages)
+        prompt = receiver.prompts.extend(lead, told[len(lead.messages) :], reply=request.reply)
+        num_tokens = len(prompt.tokens) // TOKEN_BYTES
+        num_fed = 1 if request.reply else 0  # an answer's first token follows the logits of a token that is fed
+        receiver.check_length(num_tokens + num_fed)
+        self.pool.check_fits(capacity_for(num_tokens) * receiver.spec.bytes_per_token)
+        may_reuse = request.reuse and not any(policy.route is Route.TEXT for policy in policies)
+        found = self._find(receiver, prompt.tokens, num_tokens - num_fed) if may_reuse else None
+        state = found or receiver.empty_state()
+        if lead is not root:
+            self._report_delivery(request, lead, state, prompt, time.perf_counter() - begin)
+        if prompt.num_inherited < lead.num_tokens:
+            edges[0] = edges[0].diverged(min(prompt.num_inherited, state.num_tokens), lead.num_tokens)
+            lead = root
+        decision = max(edges, key=lambda edge: edge.level, default=unrouted(state.num_tokens))
+        return Delivery(
+            prompt.tokens,
+            state,
+            base=lead,
+            messages=told[len(lead.messages) :],
+            decision=replace(decision, estimated=Cost(num_tokens - state.num_tokens)),
+            may_fall_back=all(policy.may_fall_back for policy in policies),
+        )
 
     def keep(self, handle: KVHandle, state: KVState, origin: Origin) -> None:
         """Remember a handle and put its state into the pool."""
         self._recipes.remember(handle)
-        tokens = handle.tokens[: state.num_tokens * TOKEN_BYTES]
-        owner = _scope.get() or _thread_owner(origin.thread_id)
-        try:
-            lost = self.pool.put(Namespace(handle.model, self.tenant), tokens, state, handle.id, owner)
-        except CacheBudgetError as error:  # it grew past the budget while it was decoded: the answer stands
-            self._report_lost([handle.id, *self.pool.drop_storage(state)], str(error))
-            return
-        self._report_lost(lost, "budget")
         self.emit(
             Produced(
                 origin=origin,
@@ -266,6 +241,16 @@ class LatentWorkspace:
                 checksum=state.checksum() if self.tracer.checksums else "",
             )
         )
+        if self._closed:
+            self._report_lost([handle.id], "closed")
+            return
+        tokens = handle.tokens[: state.num_tokens * TOKEN_BYTES]
+        owner = _scopes.get().get(id(self)) or (_thread_owner(origin.thread_id) if origin.thread_id else "")
+        try:
+            lost = self.pool.put(Namespace(handle.model, self.tenant), tokens, state, handle.id, owner)
+        except CacheBudgetError:  # it grew past the budget while it was decoded: the answer stands
+            lost = [handle.id, *self.pool.drop_storage(state)]
+        self._report_lost(lost, "budget")
 
     def evict(self, handle: KVHandle) -> None:
         """Let a handle's tensors go; the handle still works, its cache is rebuilt when needed."""
@@ -294,11 +279,11 @@ class LatentWorkspace:
         Handles stay good. `with ws.scope(): graph.invoke(...)` leaves no cache behind.
         """
         name = f"scope:{next(_scope_ids)}"
-        token = _scope.set(name)
+        token = _scopes.set({**_scopes.get(), id(self): name})
         try:
             yield
         finally:
-            _scope.reset(token)
+            _scopes.reset(token)
             self._report_lost(self.pool.release(name), "scope ended")
 
     # -- files ----------------------------------------------------------------------------------------------------
@@ -315,7 +300,7 @@ class LatentWorkspace:
                 f"({receiver.spec.identity}); pass it to a chat model of the same weights"
             )
         state = self._find(receiver, handle.tokens, handle.num_tokens) or receiver.empty_state()
-        if missing := handle.token_ids[state.num_tokens :]:
+        if missing := unpack_tokens(handle.tokens[state.num_tokens * TOKEN_BYTES :]):
             self.emit(Rebuilt(handle=handle.id, model=handle.model, num_tokens=len(missing), reason="not in the pool"))
             with state.append(handle.num_tokens) as tail:
                 receiver.prefill(missing, tail)
@@ -336,7 +321,7 @@ class LatentWorkspace:
                 num_tokens=handle.num_tokens,
                 nbytes=len(blob),
                 duration_s=time.perf_counter() - begin,
-                target=str(path or "bytes"),
+                file=str(path or ""),
             )
         )
         return blob if path is None else None
@@ -344,9 +329,9 @@ class LatentWorkspace:
     def ingest(self, source: str | Path | bytes, receiver: ResidentModel, origin: Origin) -> KVHandle:
         """Verify an exported cache, then keep it. Raises `CodecError` or `TenantError`; then nothing of it was used."""
         begin = time.perf_counter()
-        target = "bytes" if isinstance(source, bytes | bytearray | memoryview) else str(source)
+        is_file = isinstance(source, str | Path)
         try:
-            blob = bytearray(source) if target == "bytes" else _read_file(Path(target))  # type: ignore[arg-type]
+            blob = codec.read_file(Path(source)) if isinstance(source, str | Path) else bytearray(source)
             handle, state = codec.decode(blob, receiver.spec)
             state = state.to(receiver.devices)
         except CodecError as error:
@@ -363,7 +348,7 @@ class LatentWorkspace:
                 num_tokens=handle.num_tokens,
                 nbytes=len(blob),
                 duration_s=time.perf_counter() - begin,
-                target=target,
+                file=str(source) if is_file else "",
             )
         )
         return handle
@@ -387,9 +372,10 @@ class LatentWorkspace:
             self._closed = True
             self._report_lost(self.pool.clear(), "closed")
             self._recipes.clear()
-            for key in list(self._models):
-                self._model_users[key] = 1
-                self.leave_model(key)
+            for key in self._models:
+                resident.release(key)
+            self._models.clear()
+            self._model_users.clear()
 
     def __enter__(self) -> LatentWorkspace:
         return self
@@ -401,12 +387,14 @@ class LatentWorkspace:
         if self._closed:
             raise ClosedError("this workspace was closed; make a new LatentWorkspace()")
 
-    def _route(self, handle: KVHandle, receiver: ResidentModel, request: Request, *, first: bool) -> RouteDecision:
+    def _route(
+        self, handle: KVHandle, receiver: ResidentModel, policy: EdgePolicy, request: Request, *, is_first: bool
+    ) -> RouteDecision:
         if sender := self._specs.get(handle.model):
             compatibility = compare(sender, receiver.spec)
         else:  # only its digest came with the handle
             compatibility = Compatibility(Level.TEXT, (Difference("identity", handle.model, receiver.spec.identity),))
-        decision = self.router.decide(handle.source, request.origin.node, compatibility, first=first)
+        decision = choose(compatibility, policy, first=is_first)
         self._emit(
             Routed,
             request,
@@ -425,10 +413,10 @@ class LatentWorkspace:
     def _report_delivery(
         self, request: Request, handle: KVHandle, state: KVState, prompt: Prompt, duration_s: float
     ) -> None:
-        if prompt.inherited < handle.num_tokens:
-            self._emit(Diverged, request, handle, num_tokens=prompt.inherited, inherited=handle.num_tokens)
+        if prompt.num_inherited < handle.num_tokens:
+            self._emit(Diverged, request, handle, num_tokens=prompt.num_inherited, num_inherited=handle.num_tokens)
         pending = 1 if handle.segments[-1].kind == "generated" else 0
-        missing = prompt.inherited - state.num_tokens
+        missing = prompt.num_inherited - state.num_tokens
         if missing > pending:
             self._emit(Rebuilt, request, handle, num_tokens=missing, reason="not in the pool")
         self._emit(
@@ -439,7 +427,7 @@ class LatentWorkspace:
             nbytes=handle.nbytes,
             duration_s=duration_s,
             route=Route.CACHE.value,
-            cache_read=min(state.num_tokens, prompt.inherited),
+            cache_read=min(state.num_tokens, prompt.num_inherited),
         )
 
     def _emit(self, event: type[_E], request: Request, handle: KVHandle, **fields: Any) -> None:
@@ -450,63 +438,5 @@ class LatentWorkspace:
             self.emit(Evicted(handle=handle, reason=reason))
 
 
-def parse_bytes(size: int | str) -> int:
-    """Bytes from an int or from text such as "512MiB", "4GiB", "2 GB". Raises `ConfigError`."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(size), re.IGNORECASE)
-    if not isinstance(size, str) or not match or not float(match[1]):
-        raise ConfigError(f"memory={size!r} is no size; pass bytes or text such as '512MiB' or '4GiB'")
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** "_kmgt".index(prefix.lower() or "_"))
-
-
-def _default_budget() -> int:
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[1] // 4)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-
-
-def _read_file(path: Path) -> bytearray:
-    try:
-        with path.open("rb") as file:
-            blob = bytearray(os.fstat(file.fileno()).st_size)
-            return blob[: file.readinto(blob)]
-    except OSError as error:
-        raise CodecError(f"the cache file {str(path)!r} can't be read: {error}") from error
-
-
 def _thread_owner(thread_id: str) -> str:
-    return f"thread:{thread_id}" if thread_id else ""
-
-
-def _without_contained(handles: Sequence[KVHandle]) -> list[KVHandle]:
-    """The handles without doubles and without those that another one continues."""
-    return [
-        handle
-        for index, handle in enumerate(handles)
-        if not any(
-            other.model == handle.model
-            and other.tokens.startswith(handle.tokens)
-            and (len(other.tokens) > len(handle.tokens) or at < index)
-            for at, other in enumerate(handles)
-            if at != index
-        )
-    ]
-
-
-def _told(handles: Sequence[KVHandle]) -> tuple[Message, ...]:
-    """The messages of several handles in order; what a later one shares with the first from the start is told once."""
-    told: list[Message] = list(handles[0].messages) if handles else []
-    for handle in handles[1:]:
-        pairs = zip(handle.messages, handles[0].messages, strict=False)
-        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        told += handle.messages[shared:]
-    return tuple(told)
-
-
-def _unrouted(cache_read: int) -> RouteDecision:
-    """How a request that inherits nothing was served."""
-    if cache_read:
-        return RouteDecision(Route.CACHE, Level.EXACT, "prefix", f"{cache_read} leading tokens were in the pool")
-    return RouteDecision(Route.TEXT, Level.TEXT, "nothing_inherited", "nothing was inherited, nothing was in the pool")
+    return f"thread:{thread_id}"

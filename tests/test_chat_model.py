@@ -167,8 +167,8 @@ def test_two_chat_models_share_one_weight_object_and_closing_frees_it(tiny_folde
     folder = str(tiny_folder("qwen3", seed=5))
     with LatentWorkspace() as ws, LatentWorkspace() as other:
         first, second = (ChatLatent(model=folder, workspace=each).load() for each in (ws, other))
-        weights = weakref.ref(first._resident().model)
-        assert second._resident().model is weights()
+        weights = weakref.ref(first.resident().model)
+        assert second.resident().model is weights()
         first.close()
         assert weights() is not None
         second.close()
@@ -197,7 +197,7 @@ def test_a_cache_that_fails_in_use_is_replaced_by_re_reading_and_said_so(
     expected = tiny_chat.invoke("and?", inherit=doc).text
     ws.pool.clear()
     tiny_chat.read(STORY)
-    state = ws.state_of(doc, tiny_chat._resident())
+    state = ws.state_of(doc, tiny_chat.resident())
     state.buffer.layers[1].keys = torch.zeros(1, 7, 3, 5)
     reply = tiny_chat.invoke("and?", inherit=doc)
     assert reply.text == expected
@@ -208,7 +208,7 @@ def test_a_cache_that_fails_in_use_is_replaced_by_re_reading_and_said_so(
 
 def test_a_state_is_made_without_gradients_and_can_be_copied(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:
     """Field case 40."""
-    state = ws.state_of(tiny_chat.read(STORY), tiny_chat._resident())
+    state = ws.state_of(tiny_chat.read(STORY), tiny_chat.resident())
     assert not any(tensor.requires_grad for pair in state.layers() for tensor in pair)
     copied = copy.deepcopy(state.layers())
     assert all(
@@ -220,7 +220,7 @@ def test_a_state_is_made_without_gradients_and_can_be_copied(tiny_chat: ChatLate
 
 def test_a_forward_without_a_mask_gives_what_one_with_a_mask_gives(tiny_chat: ChatLatent) -> None:
     """Field cases 25, 27: a suffix over a handle, with our full-length mask and with none."""
-    model = tiny_chat._resident()
+    model = tiny_chat.resident()
     ids = list(range(3, 40))
     with model.empty_state().append() as tail:
         masked = model.prefill(ids, tail)
@@ -263,3 +263,65 @@ def test_messages_become_plain_data() -> None:
     assert plain_message(ToolMessage("2", tool_call_id="c1")) == {"role": "tool", "content": "2", "tool_call_id": "c1"}
     assert plain_message(HumanMessage([{"type": "text", "text": "a"}, "b"])) == {"role": "user", "content": "ab"}
     assert plain_message(HumanMessage("hi", name="ann"))["name"] == "ann"
+
+
+def test_a_scope_belongs_to_one_workspace(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:
+    with LatentWorkspace() as other:
+        with other.scope():
+            handle = tiny_chat.read(STORY)
+        assert ws.pool.has(handle.id)
+        with ws.scope(), other.scope():
+            inner = tiny_chat.read("made inside")
+        assert not ws.pool.has(inner.id)
+
+
+def test_releasing_no_thread_releases_nothing(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:
+    handle = tiny_chat.read(STORY)
+    ws.release("")
+    assert ws.pool.has(handle.id)
+
+
+def test_a_transformers_streamer_that_skips_the_prompt_gets_every_sampled_token(
+    tiny_chat: ChatLatent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    streamer = TextStreamer(tiny_chat.tokenizer, skip_prompt=True)
+    reply = tiny_chat.invoke(STORY, streamer=streamer)
+    assert capsys.readouterr().out.rstrip("\n").startswith(reply.text[:3])
+
+
+def test_an_error_while_decoding_is_raised_and_traced_as_one(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:
+    def fail_later(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > read.num_tokens + 25:
+            raise ZeroDivisionError("on purpose")
+        return scores
+
+    read = tiny_chat.read(STORY)
+    with pytest.raises(ZeroDivisionError):
+        tiny_chat.invoke("go on", inherit=read, logits_processor=[fail_later])
+    (decoded,) = [event for event in ws.tracer.events if isinstance(event, Decoded)]
+    assert decoded.finish_reason == "error"
+    assert tiny_chat.invoke("go on", inherit=read).text
+
+
+def test_a_template_that_rewrites_history_is_named_as_the_route(
+    tiny_folder: Callable[..., Path], ws: LatentWorkspace
+) -> None:
+    """Field case 41: what stays is reused, and the reply says how much that was."""
+    template = (
+        "{% for m in messages %}{% set keep = loop.last or m['role'] != 'user' %}<|im_start|>{{ m['role'] }}\n"
+        "{{ m['content'] if keep else m['content'][:9] }}<|im_end|>\n{% endfor %}"
+    )
+    chat = ChatLatent(model=str(tiny_folder("llama", template=template)), workspace=ws, max_tokens=4)
+    doc = chat.read([HumanMessage(STORY)])
+    reply = chat.invoke("and?", inherit=doc)
+    reused = reply.usage_metadata["input_token_details"]["cache_read"]
+    assert 0 < reused < doc.num_tokens
+    assert reply.response_metadata["kv_route"]["code"] == "diverged"
+    assert f"{reused} of {doc.num_tokens} tokens stay" in reply.response_metadata["kv_route"]["reason"]
+
+
+def test_a_file_named_bytes_is_a_file(tiny_chat: ChatLatent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    handle = tiny_chat.read(STORY)
+    tiny_chat.export_kv_cache(handle, "bytes")
+    assert tiny_chat.ingest_kv_cache("bytes") == handle

@@ -14,7 +14,7 @@ import pytest
 
 from langgraph_latent.compat import Compatibility, Difference, Level, compare
 from langgraph_latent.errors import ConfigError, RouteError
-from langgraph_latent.router import Cost, EdgePolicy, EdgeRouter, Route, RouteDecision, choose
+from langgraph_latent.router import Cost, EdgePolicy, EdgeRouter, Route, choose
 from langgraph_latent.spec import LayerSpec, ModelSpec
 
 LAYER = LayerSpec("full", 0, 2, 8, 8)
@@ -317,13 +317,6 @@ def test_receiver_comes_before_sender_where_both_sides_have_a_star() -> None:
     assert EdgeRouter({("a", "*"): of, ("*", "b"): to}).policy("a", "b") is to
 
 
-def test_decide_is_choose_with_the_edges_policy() -> None:
-    router = EdgeRouter({("a", "b"): EdgePolicy(route=Route.TEXT)})
-    assert router.decide("a", "b", EXACT) == choose(EXACT, EdgePolicy(route=Route.TEXT))
-    assert router.decide("b", "a", EXACT) == choose(EXACT, EdgePolicy())
-    assert router.decide("b", "a", EXACT, first=False) == choose(EXACT, EdgePolicy(), first=False)
-
-
 def test_a_router_keeps_its_own_copy_of_the_policies() -> None:
     policies = {("a", "b"): EdgePolicy(judge=True)}
     router = EdgeRouter(policies)
@@ -360,15 +353,15 @@ def test_a_decision_is_plain_data_for_a_message() -> None:
 
 def test_costs_are_added_without_losing_the_other_one() -> None:
     decision = choose(EXACT, EdgePolicy())
-    estimated = decision.with_cost(estimated=Cost(16))
-    both = estimated.with_cost(actual=Cost(17, 0.5))
+    estimated = dataclasses.replace(decision, estimated=Cost(16))
+    both = dataclasses.replace(estimated, actual=Cost(17, 0.5))
     assert decision.estimated is decision.actual is None
     assert (both.estimated, both.actual) == (Cost(16), Cost(17, 0.5))
     assert both.route is decision.route
 
 
 def test_a_cache_that_failed_becomes_a_decision_for_text_that_says_why() -> None:
-    failed = RouteDecision.failed(choose(EXACT, EdgePolicy()), MemoryError("no room"))
+    failed = choose(EXACT, EdgePolicy()).failed(MemoryError("no room"))
     assert (failed.route, failed.level, failed.code) == (Route.TEXT, Level.TEXT, "failed")
     assert "no room" in failed.reason
     assert failed.compatibility is EXACT

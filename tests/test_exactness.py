@@ -45,7 +45,7 @@ def chat(request: pytest.FixtureRequest, ws: LatentWorkspace, tiny_folder: Calla
 
 def full_logits(chat: ChatLatent, ids: tuple[int, ...]) -> torch.Tensor:
     """One forward of the stock model over all ids, without any cache."""
-    model = chat._resident().model
+    model = chat.resident().model
     with torch.no_grad():
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
 
@@ -139,10 +139,10 @@ def test_the_pending_token_is_fed_once(tiny_chat: ChatLatent, ws: LatentWorkspac
     assert following.tokens[: len(handle.tokens)] == pack_tokens(handle.token_ids)
 
 
-def test_the_installed_forwards_own_cache_argument_is_used(tiny_chat: ChatLatent) -> None:
+def test_the_installed_forwards_owncache_argument_is_used(tiny_chat: ChatLatent) -> None:
     """Field case 39: `past_key_values` became `cache`; whichever the installed forward takes, without its warning."""
-    model = tiny_chat._resident()
-    assert model._cache_argument in inspect.signature(model.model.forward).parameters
+    model = tiny_chat.resident()
+    assert model.cache_argument in inspect.signature(model.model.forward).parameters
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         answer_exactly(tiny_chat, "go on", tiny_chat.read(STORY))

@@ -66,7 +66,7 @@ def test_law_2_inheriting_a_reply_is_passing_its_message(
         handle = ws.handle(reply)
         following = chat.invoke(b, inherit=handle)
         assert ws.handle(following).tokens.startswith(handle.tokens)
-        writer = chat._resident().prompts
+        writer = chat.resident().prompts
         plain = list(handle.messages)
         if writer.write(plain, reply=False).tokens.startswith(handle.tokens):  # the text gives the sampled ids back
             assert following.text == text_run(folder, [*a, reply, *b])
@@ -126,7 +126,7 @@ def test_law_5_eight_threads_extending_one_handle_change_neither_it_nor_each_oth
         handle = chat.read([HumanMessage("what one agent knows, the other agents can use " * 2)])
         questions = [f"question {number}" for number in range(10)]
         alone = [chat.invoke(question, inherit=handle, max_tokens=4).text for question in questions]
-        state = ws.state_of(handle, chat._resident())
+        state = ws.state_of(handle, chat.resident())
         checksum, length = state.checksum(), state.num_tokens
 
         def fifty(thread: int) -> list[str]:
@@ -137,7 +137,7 @@ def test_law_5_eight_threads_extending_one_handle_change_neither_it_nor_each_oth
         with ThreadPoolExecutor(8) as threads:
             assert [wrong for wrongs in threads.map(fifty, range(8)) for wrong in wrongs] == []
         assert (state.checksum(), state.num_tokens) == (checksum, length)
-        assert ws.state_of(handle, chat._resident()).checksum() == checksum
+        assert ws.state_of(handle, chat.resident()).checksum() == checksum
         ws.check_integrity()
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from langgraph_latent.errors import PromptError, TemplateError
+from langgraph_latent.errors import TemplateError
 from langgraph_latent.handle import KVHandle, Message, pack_tokens, unpack_tokens
 from langgraph_latent.models.prompt import Detokenizer, PromptWriter
 from langgraph_latent.testing import CHATML, tiny_tokenizer
@@ -86,13 +86,7 @@ def test_a_prompt_is_what_the_template_makes_of_it(reply: bool) -> None:
     prompt = PromptWriter(tokenizer, "tiny").write(messages, reply=reply)
     want = tokenizer.apply_chat_template(messages, add_generation_prompt=reply, return_dict=False)
     assert unpack_tokens(prompt.tokens) == want
-    assert prompt.inherited == 0
-
-
-@pytest.mark.parametrize("messages", [[], [user("")], [user(""), assistant("")], [{"role": "user", "content": None}]])
-def test_an_empty_prompt_is_refused_with_what_to_do(messages: list[Message]) -> None:
-    with pytest.raises(PromptError, match="at least one message"):
-        writer().write(messages, reply=True)
+    assert prompt.num_inherited == 0
 
 
 def test_a_tool_call_without_text_is_not_empty() -> None:
@@ -189,7 +183,7 @@ def test_extending_what_was_read_is_writing_it_all(first: list[str], second: lis
     handle = read_handle(prompts, before)
     prompt = prompts.extend(handle, behind, reply=True)
     assert prompt.tokens == prompts.write([*before, *behind], reply=True).tokens
-    assert prompt.inherited == handle.num_tokens
+    assert prompt.num_inherited == handle.num_tokens
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -200,7 +194,7 @@ def test_an_answer_that_re_tokenises_to_itself_is_inherited_whole(ended: bool) -
     handle = answered(tokenizer, [user("q")], sampled)
     prompts = PromptWriter(tokenizer, "tiny")
     prompt = prompts.extend(handle, [user("more")], reply=True)
-    assert prompt.inherited == handle.num_tokens
+    assert prompt.num_inherited == handle.num_tokens
     assert prompt.tokens == prompts.write([user("q"), assistant("the team reads"), user("more")], reply=True).tokens
 
 
@@ -221,7 +215,7 @@ def test_sampled_ids_stand_where_the_text_would_tokenise_otherwise(ended: bool, 
         prompt = prompts.extend(handle, [user(f"more {turn}")], reply=True)
         closing = "\n" if ended else "<|im_end|>\n"
         behind = f"{closing}<|im_start|>user\nmore {turn}<|im_end|>\n<|im_start|>assistant\n"
-        assert prompt.inherited == handle.num_tokens
+        assert prompt.num_inherited == handle.num_tokens
         assert prompt.tokens == handle.tokens + pack_tokens(encode(tokenizer, behind))
         handle = handle.extend("prompt", "n", prompt.tokens[len(handle.tokens) :], [user(f"more {turn}")])
 
@@ -231,7 +225,7 @@ def test_an_answer_cut_at_a_stop_string_is_closed_behind_what_was_sampled() -> N
     sampled = encode(tokenizer, "the team STOP")
     handle = answered(tokenizer, [user("q")], sampled, "the team ")
     prompt = PromptWriter(tokenizer, "tiny").extend(handle, [user("more")], reply=True)
-    assert prompt.inherited == handle.num_tokens
+    assert prompt.num_inherited == handle.num_tokens
     said = tokenizer.decode(unpack_tokens(prompt.tokens))
     assert said.endswith("the team STOP<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
 
@@ -240,7 +234,7 @@ def test_a_template_that_trims_answers_still_inherits_the_sampled_ids() -> None:
     tokenizer = tiny_tokenizer(TRIMS)
     handle = answered(tokenizer, [user("q")], encode(tokenizer, " the team \n<|im_end|>"))
     prompt = PromptWriter(tokenizer, "tiny").extend(handle, [user("more")], reply=True)
-    assert prompt.inherited == handle.num_tokens
+    assert prompt.num_inherited == handle.num_tokens
     assert prompt.tokens.startswith(handle.tokens)
     assert tokenizer.decode(unpack_tokens(prompt.tokens)).count("<|im_end|>") == 3
 
@@ -250,7 +244,7 @@ def test_a_sampled_newline_is_not_taken_for_the_templates_own() -> None:
     tokenizer = double_newline_tokenizer(PLAIN_WORDS)
     handle = answered(tokenizer, [user("q")], encode(tokenizer, "ok\n"))
     prompt = PromptWriter(tokenizer, "tiny").extend(handle, [user("more")], reply=True)
-    assert prompt.inherited == handle.num_tokens
+    assert prompt.num_inherited == handle.num_tokens
     assert tokenizer.decode(unpack_tokens(prompt.tokens)) == "user: q\nassistant:\nok\n\nuser: more\nassistant:\n"
 
 
@@ -260,7 +254,7 @@ def test_sampled_ids_stand_also_where_their_first_melts_into_the_prompts_last() 
     handle = answered(tokenizer, [user("q")], encode(tokenizer, "\nok"))
     assert encode(tokenizer, "assistant:\n\nok") != encode(tokenizer, "assistant:\n") + encode(tokenizer, "\nok")
     prompt = PromptWriter(tokenizer, "tiny").extend(handle, [user("more")], reply=True)
-    assert prompt.inherited == handle.num_tokens
+    assert prompt.num_inherited == handle.num_tokens
     assert prompt.tokens.startswith(handle.tokens)
     assert tokenizer.decode(unpack_tokens(prompt.tokens)) == "user: q\nassistant:\n\nok\nuser: more\nassistant:\n"
 
@@ -274,7 +268,7 @@ def test_a_template_that_rewrites_history_leaves_only_the_common_part(template: 
     prompt = prompts.extend(handle, [user("more")], reply=True)
     start = read_handle(prompts, [user("q")], reply=True)
     assert prompt.tokens == prompts.write([user("q"), assistant("yes"), user("more")], reply=True).tokens
-    assert prompt.inherited == start.num_tokens
+    assert prompt.num_inherited == start.num_tokens
     assert "the report" not in tokenizer.decode(unpack_tokens(prompt.tokens))
 
 
@@ -286,7 +280,7 @@ def test_a_template_that_marks_the_last_message_leaves_what_is_before_the_mark()
     handle = read_handle(prompts, [user("the team"), user("the report")])
     prompt = prompts.extend(handle, [user("more")], reply=True)
     assert prompt.tokens == prompts.write([user("the team"), user("the report"), user("more")], reply=True).tokens
-    assert prompt.inherited == handle.num_tokens - len(encode(tokenizer, "last"))
+    assert prompt.num_inherited == handle.num_tokens - len(encode(tokenizer, "last"))
 
 
 # -- text from tokens ------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_eight_chat_models_used_at_once_load_once(tiny_folder: Callable[..., Pat
         assert len(set(answers)) == 1
         for workspace in (ws, other):
             assert sum(isinstance(event, Loaded) for event in workspace.tracer.events) == 1
-        assert len({id(chat._resident()) for chat in chats}) == 1
+        assert len({id(chat.resident()) for chat in chats}) == 1
         assert num_resident() >= 1
 
 
@@ -109,13 +109,13 @@ def test_weights_are_freed_with_the_last_user(tiny_folder: Callable[..., Path]) 
     folder, before = str(tiny_folder("llama", seed=41)), num_resident()
     ws, other = LatentWorkspace(memory="64MiB"), LatentWorkspace(memory="64MiB")
     first, second, third = (ChatLatent(model=folder, workspace=one).load() for one in (ws, ws, other))
-    alive = weakref.ref(first._resident().model)
+    alive = weakref.ref(first.resident().model)
     handle = first.read("the team")
     first.close()
     second.close()
     gc.collect()
     assert alive() is not None
-    assert id(third._resident().model) == id(alive())
+    assert id(third.resident().model) == id(alive())
     third.close()
     gc.collect()
     assert alive() is None
@@ -129,7 +129,7 @@ def test_closing_a_workspace_frees_its_models_once(tiny_folder: Callable[..., Pa
     folder, before = str(tiny_folder("llama", seed=41)), num_resident()
     ws = LatentWorkspace(memory="64MiB")
     chats = [ChatLatent(model=folder, workspace=ws).load() for _ in range(3)]
-    alive = weakref.ref(chats[0]._resident().model)
+    alive = weakref.ref(chats[0].resident().model)
     ws.close()
     gc.collect()
     assert alive() is None
@@ -159,7 +159,7 @@ def test_a_folder_is_one_model_however_it_is_spelled(
     with LatentWorkspace(memory="64MiB") as ws:
         one = ChatLatent(model=str(folder), workspace=ws).load()
         two = ChatLatent(model=names[spelling], workspace=ws).load()
-        assert id(two._resident().model) == id(one._resident().model)
+        assert id(two.resident().model) == id(one.resident().model)
 
 
 def test_a_failed_load_leaves_nothing_and_can_be_tried_again(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:

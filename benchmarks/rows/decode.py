@@ -8,7 +8,7 @@ from functools import partial
 from benchmarks.bench import Bench, NoEnd
 from benchmarks.harness import Figure, Mismatch, Result, Side, at_least, at_most, interleave, ratio
 from benchmarks.memory import PeakMemory
-from langgraph_latent.handle import unpack_tokens
+from langgraph_latent.handle import pack_tokens, unpack_tokens
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.models.sampling import Sampler, Sampling
 
@@ -53,10 +53,12 @@ class Case:
 
     def _ours(self) -> list[int]:
         model, before = self._bench.model, storage(self._state)
-        sampler = Sampler(Sampling(), model.model.generation_config, model.device, [NoEnd(sorted(model.end_tokens))])
+        settings, prompt = Sampling(max_tokens=self._num_tokens), pack_tokens(self._ids)
+        ends = NoEnd(sorted(model.end_tokens))
+        sampler = Sampler(settings, model.model.generation_config, model.device, prompt, [ends])
         with self._state.append(len(self._ids)) as tail:
             logits = model.forward(self._ids[-1:], tail)
-            tokens = list(model.decode(self._ids, logits, tail, sampler, self._num_tokens))
+            tokens = list(model.decode(logits, tail, sampler, self._num_tokens))
             self.moves += storage(tail.seal()) != before
         return tokens
 

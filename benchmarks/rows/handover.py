@@ -38,7 +38,7 @@ class Case:
         self._prompt = bench.model.prompts.write([*self._messages, *self._question], reply=True).tokens
         self.num_tokens = len(self._tokens) // TOKEN_BYTES
         self._root = KVHandle.root(bench.model.spec.identity)
-        self._inherited = self._root.extend("prompt", "reader", self._tokens[: -ADDED * TOKEN_BYTES], self._messages)
+        self._inherited = self._root.extend("prompt", "reader", self._tokens[: -ADDED * TOKEN_BYTES], self._messages, 1)
         self._state = bench.fake_state(self.num_tokens)
         self._stock = bench.stock.cache(self._state)
         self._pool = CachePool(self._state.buffer.nbytes * 2)

@@ -97,22 +97,20 @@ class KVBuffer:
 
     Attributes:
         nbytes: bytes of storage, spare capacity included; the writer keeps it up to date.
-        is_whole: False where a layer came without its distant past.
     """
 
-    __slots__ = ("layers", "nbytes", "is_whole", "_views", "_written", "_lock", "__weakref__")
+    __slots__ = ("layers", "nbytes", "_views", "_is_claimed", "_lock", "__weakref__")
 
-    def __init__(self, layers: list[LayerStore], is_whole: bool = True) -> None:
+    def __init__(self, layers: list[LayerStore]) -> None:
         self.layers = layers
         self.nbytes = sum(layer.nbytes for layer in layers)
-        self.is_whole = is_whole
         self._views: weakref.WeakSet[Sized] = weakref.WeakSet()
-        self._written = False
+        self._is_claimed = False
         self._lock = threading.Lock()
 
     @classmethod
-    def empty(cls, num_layers: int, is_whole: bool = True) -> KVBuffer:
-        return cls([LayerStore() for _ in range(num_layers)], is_whole)
+    def empty(cls, num_layers: int) -> KVBuffer:
+        return cls([LayerStore() for _ in range(num_layers)])
 
     @property
     def sealed(self) -> int:
@@ -126,12 +124,12 @@ class KVBuffer:
     def claim(self, length: int) -> bool:
         """Become the writer behind position `length`; False when another writes or a live state sees further."""
         with self._lock:
-            if self._written or length < self.sealed:
+            if self._is_claimed or length < self.sealed:
                 return False
-            self._written = True
+            self._is_claimed = True
             return True
 
     def release(self) -> None:
         """End the claim. States made of what was written must be added before."""
         with self._lock:
-            self._written = False
+            self._is_claimed = False

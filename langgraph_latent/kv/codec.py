@@ -77,6 +77,16 @@ def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec) -> Decoded:
         raise CodecError(f"not a cache of this library, or damaged: {type(error).__name__}: {error}") from error
 
 
+def read_file(path: Path) -> bytearray:
+    """A file's bytes. Raises `CodecError`."""
+    try:
+        with path.open("rb") as file:
+            blob = bytearray(os.fstat(file.fileno()).st_size)
+            return blob[: file.readinto(blob)]
+    except OSError as error:
+        raise CodecError(f"the cache file {str(path)!r} can't be read: {error}") from error
+
+
 def write_file(path: Path, blob: bytes) -> None:
     """Put a blob into a file that only its owner can read, whole or not at all. Raises `CodecError`."""
     try:

@@ -77,10 +77,7 @@ class KVState:
     ) -> KVState:
         """A state over given keys and values, taken over without a copy; sliding layers hold their last tokens."""
         stores = [LayerStore(keys, values, num_tokens - keys.shape[-2]) for keys, values in layers]
-        return cls(KVBuffer(stores, not any(store.start for store in stores)), kinds, num_tokens)
-
-    def __len__(self) -> int:
-        return self.num_tokens
+        return cls(KVBuffer(stores), kinds, num_tokens)
 
     @property
     def nbytes(self) -> int:
@@ -108,8 +105,10 @@ class KVState:
         """Whether the first `num_tokens` tokens alone are still complete in every layer."""
         if not 0 <= num_tokens <= self.num_tokens:
             return False
+        if num_tokens == self.num_tokens:
+            return True
         stores = zip(self.kinds, self.buffer.layers, strict=True)
-        return self.buffer.is_whole or all(store.start <= kind.first_needed(num_tokens) for kind, store in stores)
+        return all(store.start <= kind.first_needed(num_tokens) for kind, store in stores)
 
     def crop(self, num_tokens: int) -> KVState:
         """The state of the first `num_tokens` tokens, by view. Raises `ValueError` where `can_crop` is False."""
@@ -155,10 +154,9 @@ class KVTail:
     """
 
     def __init__(self, state: KVState, expected: int) -> None:
-        self._kinds = state.kinds
         buffer = state.buffer
         if not buffer.claim(state.num_tokens):
-            buffer = KVBuffer.empty(len(state.kinds), state.buffer.is_whole)
+            buffer = KVBuffer.empty(len(state.kinds))
             buffer.claim(0)
         self._growth = growth = _Growth(state, buffer, expected)
         self._is_open = True

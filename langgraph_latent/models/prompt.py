@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError as JinjaError
 from transformers import PreTrainedTokenizerBase
 
-from langgraph_latent.errors import PromptError, TemplateError
+from langgraph_latent.errors import TemplateError
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message, common_tokens, pack_tokens, unpack_tokens
 
+# What a tokenizer writes for bytes that are no whole character yet.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+# Stands for an answer in a probe of the template, so that what comes behind it can be told apart.
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 class Prompt(NamedTuple):
-    """A rendered prompt: packed token ids, of which the first `inherited` are those of a given handle."""
+    """A rendered prompt: packed token ids, of which the first `num_inherited` are those of a given handle."""
 
     tokens: bytes
-    inherited: int
+    num_inherited: int
 
 
 class PromptWriter:
@@ -29,6 +30,7 @@ class PromptWriter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         self._tokenizer = tokenizer
         self._name = name
+        self._cuts: dict[int, bool] = {}
 
     def write(self, messages: Sequence[Message], *, reply: bool) -> Prompt:
         """The prompt for `messages`; with `reply` it ends where the assistant's answer begins.
@@ -47,7 +49,7 @@ class PromptWriter:
             return self.write(messages, reply=reply)
         text = self._render([*handle.messages, *messages], reply)
         rest = self._behind(handle, text)
-        if rest is not None and rest.startswith(self._cuts):
+        if rest is not None and self._is_cut(rest):
             return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
         tokens = pack_tokens(self._encode(text))
         common = common_tokens(tokens, handle.tokens)
@@ -55,20 +57,23 @@ class PromptWriter:
             return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
         return Prompt(tokens, common)
 
-    @cached_property
-    def _cuts(self) -> tuple[str, ...]:
-        """Special tokens before which a text can be cut: what stands on either side is tokenised the same without the
-        other. Empty where the tokenizer treats the start of a text in a special way."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        cuts = {t.content: i for i, t in added.items() if t.special and not (t.normalized or t.lstrip or t.rstrip)}
+    def _is_cut(self, rest: str) -> bool:
+        """Whether a text begins with a special token before which any text can be cut: what stands on either side is
+        tokenised the same without the other."""
+        for token, added in self._tokenizer.added_tokens_decoder.items():
+            if rest.startswith(added.content):
+                if token not in self._cuts:
+                    self._cuts[token] = added.special and self._separates(token, added.content)
+                return self._cuts[token]
+        return False
+
+    def _separates(self, token: int, content: str) -> bool:
         probes = ("\n", " a", "a b")
-        whole = all(
-            self._encode(f"{before}{cut}{after}") == [*self._encode(before), token, *self._encode(after)]
-            for cut, token in cuts.items()
+        return all(
+            self._encode(f"{before}{content}{after}") == [*self._encode(before), token, *self._encode(after)]
             for before in probes
             for after in probes
         )
-        return tuple(cuts) if whole else ()
 
     def _behind(self, handle: KVHandle, text: str) -> str | None:
         """What of a prompt comes behind a handle's tokens; None where the template rewrites the handle's part."""
@@ -98,8 +103,6 @@ class PromptWriter:
         return ids
 
     def _render(self, messages: Sequence[Message], reply: bool) -> str:
-        if not any(message.get("content") or message.get("tool_calls") for message in messages):
-            raise PromptError("the prompt is empty: pass at least one message with some text")
         if not self._tokenizer.chat_template:
             raise TemplateError(
                 f"{self._name!r} has no chat template; pass an instruction-tuned model, or save a chat_template.jinja "

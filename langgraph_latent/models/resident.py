@@ -50,6 +50,8 @@ class ResidentModel:
         kinds: its cache layers.
         prompts: renders messages for it.
         devices: where each cache layer lives.
+        end_tokens: token ids that end an answer.
+        cache_argument: the name under which the installed forward takes a cache.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, weights: str) -> None:
@@ -60,8 +62,9 @@ class ResidentModel:
         self._lock = threading.Lock()
         attention = str(model.config.get_text_config()._attn_implementation)
         use_grouped_heads(model)
+        self.end_tokens = _end_tokens(model, tokenizer)
         parameters = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
         with self.empty_state().append() as tail:
             self.forward([0], tail)
@@ -72,13 +75,6 @@ class ResidentModel:
     @property
     def device(self) -> torch.device:
         return self.model.device
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Token ids that end an answer."""
-        configured = self.model.generation_config.eos_token_id
-        ends = configured if isinstance(configured, list) else [configured, self.tokenizer.eos_token_id]
-        return frozenset(token for token in ends if token is not None)
 
     def empty_state(self) -> KVState:
         return KVState.empty(self.kinds)
@@ -108,37 +104,30 @@ class ResidentModel:
         """One model call on `ids` behind a tail, with a mask over the whole length; logits after the last, (vocab,)."""
         suffix = torch.tensor([ids], device=self.device)
         mask = torch.ones((1, tail.num_tokens + len(ids)), dtype=torch.long, device=self.device)
-        arguments: dict[str, Any] = {self._cache_argument: tail.cache, "use_cache": True}
+        arguments: dict[str, Any] = {self.cache_argument: tail.cache, "use_cache": True}
         if self._keeps_logits:
             arguments["logits_to_keep"] = 1
         with self._lock:
             output = self.model(input_ids=suffix, attention_mask=mask, **arguments)
         return output.logits[0, -1]
 
-    def decode(
-        self, ids: Sequence[int], logits: torch.Tensor, tail: KVTail, sampler: Sampler, limit: int
-    ) -> Iterator[int]:
-        """Sample up to `limit` tokens behind prompt `ids`, of which `tail` holds all and `logits` follows the last.
+    def decode(self, logits: torch.Tensor, tail: KVTail, sampler: Sampler, limit: int) -> Iterator[int]:
+        """Sample up to `limit` tokens behind a tail; `logits` follow its last token. End tokens do not end it.
 
-        Stops after an end token, which is yielded too. The last token yielded is not in the cache: it is the pending
-        one, fed by whoever goes on.
+        The last token yielded is not in the cache: it is the pending one, fed by whoever goes on.
         """
         if self.spec.max_positions:
-            limit = min(limit, self.spec.max_positions - len(ids))
-        sequence = list(ids)
-        ends = self.end_tokens
+            limit = min(limit, self.spec.max_positions - tail.num_tokens)
         for remaining in range(limit, 0, -1):
-            token = sampler.pick(sequence, logits)
-            sequence.append(token)
+            token = sampler.pick(logits)
             yield token
-            if token in ends or remaining == 1:
-                return
-            logits = self.forward([token], tail)
+            if remaining > 1:
+                logits = self.forward([token], tail)
 
 
 _resident: dict[ModelKey, ResidentModel] = {}
 _users: dict[ModelKey, int] = {}
-_load_lock = threading.RLock()
+_load_lock = threading.Lock()
 
 
 def acquire(key: ModelKey) -> ResidentModel:
@@ -215,6 +204,12 @@ def _default_device() -> str:
 def _default_dtype(device: str) -> str:
     """The checkpoint's own dtype on an accelerator; float32 on a CPU, where narrower types are slower."""
     return "float32" if device == "cpu" else "auto"
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    configured = model.generation_config.eos_token_id
+    ends = configured if isinstance(configured, list) else [configured, tokenizer.eos_token_id]
+    return frozenset(token for token in ends if token is not None)
 
 
 def _spec_of(

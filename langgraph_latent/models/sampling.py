@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from langgraph_latent.errors import ConfigError
+from langgraph_latent.handle import TOKEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -48,32 +49,53 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses tokens for one request; owns its random generator, so requests do not disturb one another."""
+    """Chooses tokens for one request; owns its random generator, so requests do not disturb one another.
+
+    Args:
+        prompt: packed token ids that come before the first choice.
+        defaults: the model's own generation defaults.
+        extra: transformers logits processors, applied behind the defaults' penalties and before temperature.
+
+    `context` is every token so far, as transformers' processors and criteria take it: (1, seq), int64. `scores` are
+    what the last one was chosen from: (1, vocab), float32.
+    """
 
     def __init__(
         self,
         sampling: Sampling,
         defaults: GenerationConfig,
         device: torch.device,
+        prompt: bytes,
         extra: Sequence[LogitsProcessor] = (),
     ) -> None:
-        self._greedy = sampling.temperature == 0
+        self._is_greedy = sampling.temperature == 0
         self._processors = LogitsProcessorList([*_penalties(defaults), *extra, *_warpers(sampling)])
+        self._length = len(prompt) // TOKEN_BYTES
+        self._tokens = torch.empty((1, self._length + sampling.max_tokens), dtype=torch.long, device=device)
+        self._tokens[0, : self._length] = torch.frombuffer(bytearray(prompt), dtype=torch.int32)
         self._random = torch.Generator(device=device)
         if sampling.seed is None:
             self._random.seed()
         else:
             self._random.manual_seed(sampling.seed)
 
-    def pick(self, ids: Sequence[int], logits: torch.Tensor) -> int:
-        """The next token after `ids`, from logits of shape (vocab,) in any dtype."""
+    @property
+    def context(self) -> Any:
+        return self._tokens[:, : self._length]
+
+    def pick(self, logits: torch.Tensor) -> int:
+        """The next token, from logits of shape (vocab,) in any dtype; it joins the context."""
         scores = logits.float().unsqueeze(0)
         if self._processors:
-            context: Any = torch.tensor([ids], device=scores.device)
-            scores = self._processors(context, scores)
-        if self._greedy:
-            return int(scores.argmax())
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._random))
+            scores = self._processors(self.context, scores)
+        self.scores: Any = scores
+        if self._is_greedy:
+            token = int(scores.argmax())
+        else:
+            token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._random))
+        self._tokens[0, self._length] = token
+        self._length += 1
+        return token
 
 
 def _penalties(defaults: GenerationConfig) -> list[Any]:

@@ -11,7 +11,7 @@ BUDGET_BYTES = 64 << 20
 
 
 class RecipeBook:
-    """The most recently used handles by id, up to `budget_bytes` of token ids."""
+    """The most recently used handles by id, up to `budget_bytes`, counted as twice the bytes of their token ids."""
 
     def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
         self.budget_bytes = budget_bytes
@@ -26,11 +26,11 @@ class RecipeBook:
         """Note a handle; the longest unused ones are forgotten for it."""
         with self._lock:
             if handle.id not in self._handles:
-                self._used += len(handle.tokens)
+                self._used += 2 * len(handle.tokens)
             self._handles[handle.id] = handle
             self._handles.move_to_end(handle.id)
             while self._used > self.budget_bytes and len(self._handles) > 1:
-                self._used -= len(self._handles.popitem(last=False)[1].tokens)
+                self._used -= 2 * len(self._handles.popitem(last=False)[1].tokens)
 
     def find(self, handle_id: str) -> KVHandle | None:
         """The handle with this id, or None where it was forgotten or never known."""
