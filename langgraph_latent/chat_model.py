@@ -29,14 +29,14 @@ from transformers import StoppingCriteriaList
 
 from langgraph_latent.errors import ClosedError, ConfigError, PromptError
 from langgraph_latent.events import Origin
-from langgraph_latent.handle import KVHandle, Message
+from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message
 from langgraph_latent.models.resident import ModelKey, ResidentModel
 from langgraph_latent.models.sampling import Sampling
 from langgraph_latent.spec import ModelSpec
 from langgraph_latent.turn import Turn
 from langgraph_latent.workspace import LatentWorkspace, Request
 
-Inherited = KVHandle | Sequence[KVHandle] | None
+Inherited = KVHandle | AIMessage | Sequence[KVHandle | AIMessage] | None
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "seed", "max_tokens")
 CALL_OPTIONS = ("inherit", "logits_processor", "stopping_criteria", "streamer", "cancelled", *SAMPLING_OPTIONS)
 
@@ -46,7 +46,7 @@ class ChatLatent(BaseChatModel):
 
     Weights load on first use, once per process. Prompts reuse the longest prefix that the workspace still holds, with
     the same output. Beyond the usual methods, `read` prefills without answering, and `inherit=` (of `invoke`, `stream`,
-    `read`, ...) continues one or several handles.
+    `read`, ...) continues one or several handles, or replies that have one.
 
     Args:
         model: hub id, or a folder made by `save_pretrained`.
@@ -93,6 +93,16 @@ class ChatLatent(BaseChatModel):
     def _possible_options(self) -> ChatLatent:
         self._sampling({}, None)
         return self
+
+    def __copy__(self) -> ChatLatent:
+        """Another chat model on the same workspace, which loads and closes for itself."""
+        copied = super().__copy__()
+        copied._owner, copied._used_key, copied._is_closed = None, None, False
+        copied._load_lock = threading.Lock()
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> ChatLatent:
+        return self.__copy__()
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -158,6 +168,18 @@ class ChatLatent(BaseChatModel):
         Raises `CodecError` for anything damaged, altered or made by another model; then nothing of it was used.
         """
         return self._loaded_workspace().ingest(source, self.resident(), _origin(None))
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """The model's own token ids of a text, without special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Any = None) -> int:
+        """Number of tokens of messages as the model's own template renders them."""
+        plain = [plain_message(message) for message in messages]
+        return len(self.resident().prompts.write(plain, reply=False).tokens) // TOKEN_BYTES
+
+    def bind_tools(self, tools: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("ChatLatent does not call tools yet; use it in nodes that answer in text")
 
     # -- LangChain's contract -------------------------------------------------------------------------------------
 
@@ -278,7 +300,8 @@ class ChatLatent(BaseChatModel):
         plain = [plain_message(message) for message in messages]
         if not any(str(message["content"]).strip() or message.get("tool_calls") for message in plain):
             raise PromptError("the prompt is empty: pass at least one message with some text")
-        handles = inherit if isinstance(inherit, list | tuple) else () if inherit is None else (inherit,)
+        inherited = inherit if isinstance(inherit, list | tuple) else () if inherit is None else (inherit,)
+        handles = [self.handle(each) if isinstance(each, AIMessage) else each for each in inherited]
         return Request(plain, handles, reply, self.reuse, origin)
 
     def _metadata(self, turn: Turn) -> dict[str, Any]:
@@ -345,7 +368,7 @@ def _text_of(message: BaseMessage) -> str:
         kind = "text" if isinstance(block, str) else block.get("type")
         if kind != "text":
             raise PromptError(f"a message holds a block of type {kind!r}; this model reads text only")
-        texts.append(block if isinstance(block, str) else str(block["text"]))
+        texts.append(block if isinstance(block, str) else str(block.get("text", "")))
     return "".join(texts)
 
 

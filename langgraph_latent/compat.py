@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections import Counter
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
@@ -19,7 +19,7 @@ class Level(IntEnum):
     TEXT = 4
 
 
-GEOMETRY = ("architecture", "hidden_size", "layers", "rope", "schema")
+GEOMETRY = ("architecture", "hidden_size", "layers", "rope", "config", "schema")
 WORDING = ("vocab_size", "tokenizer")
 
 
@@ -66,10 +66,7 @@ def compare(a: ModelSpec, b: ModelSpec) -> Compatibility:
 
 def _short(value: object) -> str:
     if isinstance(value, tuple):
-        return (
-            f"{len(value)} x {value[0]}"
-            if value and len(set(value)) == 1
-            else f"{len(value)} items {hashlib.sha256(repr(value).encode()).hexdigest()[:4]}"
-        )
+        kinds = Counter(map(str, value))
+        return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(3)) or "none"
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -45,11 +45,12 @@ class Delivery(NamedTuple):
 
 
 def without_contained(handles: Sequence[KVHandle]) -> list[KVHandle]:
-    """The handles without doubles and without those that another one continues."""
+    """The handles without empty ones, doubles and those that another one continues."""
     return [
         handle
         for index, handle in enumerate(handles)
-        if not any(
+        if handle.tokens
+        and not any(
             other.model == handle.model
             and other.tokens.startswith(handle.tokens)
             and (len(other.tokens) > len(handle.tokens) or at < index)

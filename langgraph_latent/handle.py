@@ -13,6 +13,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from langgraph_latent.errors import HandleError
@@ -98,7 +99,7 @@ def _handle_id(model: str, tenant: str, segments: Iterable[Segment]) -> str:
     return "kv-" + hashlib.sha256("\n".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KVHandle:
     """A recipe for one sequence's KV cache, and the promise that it can be had.
 
@@ -166,8 +167,13 @@ class KVHandle:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Everything the tokens say, as plain chat messages."""
-        return tuple(message for segment in self.segments for message in segment.messages)
+        """Everything the tokens say, as plain chat messages; copies, which may be changed."""
+        return tuple(_copied(message)[0] for segment in self.segments for message in segment.messages)
+
+    @cached_property
+    def largest_token(self) -> int:
+        """The largest token id, -1 where there is none."""
+        return max(array("I", self.tokens), default=-1)
 
     def verify(self) -> None:
         """Check that the id is the digest of the content; once per handle. Raises `HandleError`."""
@@ -212,6 +218,10 @@ class KVHandle:
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+    def __repr__(self) -> str:
+        source = f" from {self.source!r}" if self.source else ""
+        return f"KVHandle({self.id!r}, {self.num_tokens} tokens{source}, {self.nbytes / 1e6:.1f} MB)"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}

@@ -5,6 +5,7 @@ It knows prompts and state keys, and leaves models, caches and routes to the cha
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.config import ensure_config
 from langgraph.graph.message import add_messages
 from typing_extensions import TypedDict
 
@@ -73,7 +75,7 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
 
     def invoke(self, input: Mapping[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
         """Run the node on a state; the update for it."""
-        messages, handles = self._begin(input)
+        messages, handles = self._begin(input, config)
         if self.mode == "read":
             return {self.latent: self.chat.read(messages, inherit=handles, config=config)}
         return self._update(self.chat.invoke(messages, config, inherit=handles, **self.options))
@@ -82,14 +84,21 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         self, input: Mapping[str, Any], config: RunnableConfig | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """`invoke` without blocking the event loop."""
-        messages, handles = self._begin(input)
+        messages, handles = self._begin(input, config)
         if self.mode == "read":
             return {self.latent: await self.chat.aread(messages, inherit=handles, config=config)}
         return self._update(await self.chat.ainvoke(messages, config, inherit=handles, **self.options))
 
-    def _begin(self, state: Any) -> tuple[Sequence[BaseMessage], list[KVHandle]]:
+    def _begin(self, state: Any, config: RunnableConfig | None) -> tuple[Sequence[BaseMessage], list[KVHandle]]:
         """The prompt's messages, and the handles under the inherited keys; a key that is not written yet adds none."""
         values = _state_values(state)
+        is_in_graph = "langgraph_node" in (ensure_config(config).get("metadata") or {})
+        for key in set(self.inherit) - set(values) if is_in_graph else ():
+            warnings.warn(
+                f"the graph's state has no key {key!r}, so nothing is inherited: declare "
+                f"`{key}: Annotated[KVHandle | None, LatentChannel]` in its schema, or pass inherit=()",
+                stacklevel=3,
+            )
         return self._prompt(values), self._inherited(values)
 
     def _inherited(self, state: Mapping[str, Any]) -> list[KVHandle]:
@@ -126,7 +135,11 @@ def _prompt_function(prompt: Prompt) -> Callable[[Mapping[str, Any]], Sequence[B
 
     def fill(state: Mapping[str, Any]) -> Sequence[BaseMessage]:
         if missing := [name for name in template.input_variables if name not in state]:
-            raise PromptError(f"the prompt names {missing[0]!r}, but the state has only: {', '.join(sorted(state))}")
-        return template.format_messages(**{name: state[name] for name in template.input_variables})
+            raise PromptError(
+                f"the prompt names {missing[0]!r}, but the state has only: {', '.join(sorted(state))}; "
+                "write {{ and }} for braces that are meant as such"
+            )
+        names = (*template.input_variables, *template.optional_variables)
+        return template.format_messages(**{name: state[name] for name in names if name in state})
 
     return fill

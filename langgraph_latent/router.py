@@ -102,7 +102,7 @@ def choose(compatibility: Compatibility, policy: EdgePolicy, *, first: bool = Tr
     level = compatibility.level if first else max(compatibility.level, Level.MOVED)
     differing = "; ".join(compatibility.reasons)
     if level is Level.EXACT and level in policy.levels and policy.route is not Route.TEXT:
-        return RouteDecision(Route.CACHE, level, "same_model", "same model: the cache is appended to", compatibility)
+        return RouteDecision(Route.CACHE, level, "same_model", "same model: its cache is continued", compatibility)
     if Level.TEXT not in policy.levels or policy.route is Route.CACHE:
         raise RouteError(
             f"no route: the best level that works is {level.name}{f' ({differing})' if differing else ''}, the policy "
@@ -112,7 +112,8 @@ def choose(compatibility: Compatibility, policy: EdgePolicy, *, first: bool = Tr
     if policy.route is Route.TEXT:
         code, reason = "forced", "the edge's policy forces text"
     elif compatibility.level is not Level.EXACT:
-        code, reason = "other_model", f"the models differ: {differing}"
+        names = ", ".join(difference.field for difference in compatibility.differences)
+        code, reason = "other_model", f"another model: {names} differ"
     elif not first:
         code, reason = "not_first", "it comes behind another handle, so its cache would have to be moved"
     else:

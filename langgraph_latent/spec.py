@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class ModelSpec:
         architecture: model class, for example "LlamaForCausalLM".
         layers: per cache layer, from the shapes of real tensors.
         rope: rope parameters as canonical JSON, or "" where there are none.
+        config: SHA-256 of every config field that shapes what the model computes.
         weights: SHA-256 over every tensor's name, dtype, shape and bytes, the same however the files are sharded.
         tokenizer, template: SHA-256 of the tokenizer's vocabulary and rules, and of the chat template.
         adapters: names and digests of active LoRA adapters.
@@ -47,6 +48,7 @@ class ModelSpec:
     vocab_size: int
     layers: tuple[LayerSpec, ...]
     rope: str
+    config: str
     weights: str
     tokenizer: str
     template: str

@@ -62,7 +62,15 @@ TINY_CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {**SMALL, "head_dim": 8}),
     "gpt2": (
         GPT2Config,
-        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 2048, "initializer_range": 0.3, "eos_token_id": 2},
+        {
+            "n_embd": 32,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 2048,
+            "initializer_range": 0.3,
+            "eos_token_id": 2,
+            "bos_token_id": 0,
+        },
     ),
 }
 

@@ -43,7 +43,7 @@ class LatentTracer:
         self._routes: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._seconds: dict[str, float] = {"prefill": 0.0, "decode": 0.0}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -53,12 +53,13 @@ class LatentTracer:
 
     def emit(self, event: Event) -> None:
         """Take note of an event."""
+        line = json.dumps(event.to_dict()) + "\n" if self.path is not None else ""
         with self._lock:
             self._events.append(event)
             self._count(event)
             if self.path is not None:
                 with self.path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(event.to_dict()) + "\n")
+                    file.write(line)
 
     def summary(self) -> TraceSummary:
         """Totals so far."""

@@ -50,6 +50,7 @@ from langgraph_latent.models import resident
 from langgraph_latent.models.prompt import Prompt
 from langgraph_latent.models.resident import ModelKey, ResidentModel
 from langgraph_latent.pool.budget import default_budget, parse_bytes
+from langgraph_latent.pool.policies import EvictionPolicy
 from langgraph_latent.pool.pool import CachePool, Namespace, PoolInfo
 from langgraph_latent.pool.recipes import RecipeBook
 from langgraph_latent.router import Cost, EdgePolicy, EdgeRouter, Route, RouteDecision, choose
@@ -81,6 +82,7 @@ class LatentWorkspace:
         router: policies per edge; by default level 0 and text are allowed everywhere.
         tracer: where events go; by default they are kept in memory.
         tenant: reuse never crosses tenants, and a handle of another tenant is refused.
+        eviction: which caches go first when the budget is full; least recently used by default.
 
     Use it as a context manager, or call `close()`, to free caches and give models back. Safe in threads.
     """
@@ -92,8 +94,9 @@ class LatentWorkspace:
         router: EdgeRouter | None = None,
         tracer: LatentTracer | None = None,
         tenant: str | None = None,
+        eviction: EvictionPolicy | None = None,
     ) -> None:
-        self.pool = CachePool(default_budget() if memory is None else parse_bytes(memory))
+        self.pool = CachePool(default_budget() if memory is None else parse_bytes(memory), eviction)
         self.router = router or EdgeRouter()
         self.tracer = tracer or LatentTracer()
         self.tenant = tenant or ""
@@ -161,7 +164,12 @@ class LatentWorkspace:
 
         Raises `UnknownHandleError` for one that this workspace does not remember.
         """
-        known = str(reply if isinstance(reply, str) else getattr(reply, "response_metadata", {}).get("kv_handle"))
+        known = reply if isinstance(reply, str) else getattr(reply, "response_metadata", {}).get("kv_handle")
+        if not isinstance(known, str):
+            raise UnknownHandleError(
+                f"this {type(reply).__name__} is no reply of a ChatLatent: it has no kv_handle. "
+                "Pass the messages instead, or carry the KVHandle itself (a LatentChannel does)."
+            )
         if handle := self._recipes.find(known):
             return handle
         raise UnknownHandleError(
@@ -200,6 +208,7 @@ class LatentWorkspace:
         ]
         root = KVHandle.root(receiver.spec.identity, self.tenant)
         lead = handles[0] if edges and edges[0].route is Route.CACHE else root
+        receiver.check_vocabulary(lead)
         told = (*told_by(handles), *request.messages)
         prompt = receiver.prompts.extend(lead, told[len(lead.messages) :], reply=request.reply)
         num_tokens = len(prompt.tokens) // TOKEN_BYTES
@@ -299,6 +308,9 @@ class LatentWorkspace:
                 f"handle {handle.id} belongs to model {handle.model}, not to {receiver.spec.name!r} "
                 f"({receiver.spec.identity}); pass it to a chat model of the same weights"
             )
+        receiver.check_vocabulary(handle)
+        if not handle.tokens:
+            raise HandleError("a handle of no tokens has no cache; read something first")
         state = self._find(receiver, handle.tokens, handle.num_tokens) or receiver.empty_state()
         if missing := unpack_tokens(handle.tokens[state.num_tokens * TOKEN_BYTES :]):
             self.emit(Rebuilt(handle=handle.id, model=handle.model, num_tokens=len(missing), reason="not in the pool"))
@@ -331,13 +343,14 @@ class LatentWorkspace:
         begin = time.perf_counter()
         is_file = isinstance(source, str | Path)
         try:
-            blob = codec.read_file(Path(source)) if isinstance(source, str | Path) else bytearray(source)
+            blob = codec.read_file(Path(source), receiver.spec) if isinstance(source, str | Path) else bytearray(source)
             handle, state = codec.decode(blob, receiver.spec)
             state = state.to(receiver.devices)
         except CodecError as error:
             self.emit(Refused(origin=origin, success=False, reason=str(error)))
             raise
         self.check(handle)
+        receiver.check_vocabulary(handle)
         self.keep(handle, state, origin)
         self.emit(
             Ingested(

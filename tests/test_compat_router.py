@@ -25,6 +25,7 @@ SPEC = ModelSpec(
     vocab_size=320,
     layers=(LAYER,) * 3,
     rope='{"rope_theta": 10000.0}',
+    config="c" * 64,
     weights="w" * 64,
     tokenizer="t" * 64,
     template="c" * 64,
@@ -41,6 +42,7 @@ OTHER: dict[str, Any] = {
     "vocab_size": 321,
     "layers": (LAYER,) * 2,
     "rope": "",
+    "config": "d" * 64,
     "weights": "x" * 64,
     "tokenizer": "u" * 64,
     "template": "d" * 64,
@@ -50,9 +52,9 @@ OTHER: dict[str, Any] = {
     "attention": "eager",
     "max_positions": 4096,
     "bytes_per_token": 192,
-    "schema": 2,
+    "schema": 99,
 }
-TEXT_FIELDS = {"architecture", "hidden_size", "vocab_size", "layers", "rope", "tokenizer", "schema"}
+TEXT_FIELDS = {"architecture", "hidden_size", "vocab_size", "layers", "rope", "config", "tokenizer", "schema"}
 
 EXACT = Compatibility(Level.EXACT)
 SIBLING = Compatibility(Level.SIBLING, (Difference("weights", "w", "x"),))
@@ -114,7 +116,7 @@ REASONS = """
 import dataclasses, json
 from langgraph_latent.compat import compare
 from langgraph_latent.spec import LayerSpec, ModelSpec
-a = ModelSpec("n", "A", 1, 2, (LayerSpec("full", 0, 2, 8, 8), LayerSpec("sliding", 4, 2, 8, 8)), "", "w", "t", "c",
+a = ModelSpec("n", "A", 1, 2, (LayerSpec("full", 0, 2, 8, 8), LayerSpec("sliding", 4, 2, 8, 8)), "", "g", "w", "t", "c",
               ("x:1", "y:2"), "float32", "", "sdpa", 0, 1)
 b = dataclasses.replace(a, layers=(LayerSpec("sliding", 4, 2, 8, 8), LayerSpec("full", 0, 2, 8, 8)), adapters=())
 print(json.dumps([compare(a, b).reasons, a.identity]))
@@ -170,7 +172,7 @@ def test_the_best_route_that_works_and_is_allowed(
     assert decision.compatibility is compatibility
     assert choose(compatibility, policy, first=first) == decision
     if code == "other_model":
-        assert all(difference in decision.reason for difference in compatibility.reasons)
+        assert all(difference.field in decision.reason for difference in compatibility.differences)
 
 
 REFUSALS: list[tuple[Compatibility, EdgePolicy, bool]] = [

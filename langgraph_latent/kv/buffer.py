@@ -106,7 +106,7 @@ class KVBuffer:
         self.nbytes = sum(layer.nbytes for layer in layers)
         self._views: weakref.WeakSet[Sized] = weakref.WeakSet()
         self._is_claimed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that is garbage-collected here gives its own claim back
 
     @classmethod
     def empty(cls, num_layers: int) -> KVBuffer:
@@ -124,7 +124,8 @@ class KVBuffer:
     def claim(self, length: int) -> bool:
         """Become the writer behind position `length`; False when another writes or a live state sees further."""
         with self._lock:
-            if self._is_claimed or length < self.sealed:
+            sealed = self.sealed
+            if self._is_claimed or length < sealed:
                 return False
             self._is_claimed = True
             return True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import struct
 import tempfile
 from pathlib import Path
@@ -26,7 +27,8 @@ from langgraph_latent.kv.state import KVState, LayerKind, tensor_bytes
 from langgraph_latent.spec import ModelSpec
 
 SCHEMA_VERSION = 1
-MAX_HEADER_BYTES = 1 << 27
+HEADER_BYTES = 2 << 20
+HEADER_BYTES_PER_TOKEN = 16
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
@@ -77,20 +79,38 @@ def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec) -> Decoded:
         raise CodecError(f"not a cache of this library, or damaged: {type(error).__name__}: {error}") from error
 
 
-def read_file(path: Path) -> bytearray:
-    """A file's bytes. Raises `CodecError`."""
+def read_file(path: Path, spec: ModelSpec) -> bytearray:
+    """A file's bytes, read only where its header is that of a whole cache file. Raises `CodecError`."""
     try:
-        with path.open("rb") as file:
-            blob = bytearray(os.fstat(file.fileno()).st_size)
-            return blob[: file.readinto(blob)]
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CodecError(f"{str(path)!r} is no regular file")
+            length = _header_length(file.read(8), status.st_size, spec)
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            if 8 + length + max(ends, default=0) != status.st_size:
+                raise CodecError(f"{str(path)!r} has {status.st_size} bytes, not those its header declares")
+            blob = bytearray(status.st_size)
+            file.seek(0)
+            if file.readinto(blob) != status.st_size:
+                raise CodecError(f"{str(path)!r} was cut while it was read")
+            return blob
     except OSError as error:
         raise CodecError(f"the cache file {str(path)!r} can't be read: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise CodecError(f"{str(path)!r} is no cache file, or damaged: {type(error).__name__}: {error}") from error
+
+
+def _open_at_once(name: str, flags: int) -> int:
+    """Open without waiting: a pipe that nobody writes to would hang otherwise."""
+    return os.open(name, flags | os.O_NONBLOCK)
 
 
 def write_file(path: Path, blob: bytes) -> None:
     """Put a blob into a file that only its owner can read, whole or not at all. Raises `CodecError`."""
     try:
-        fd, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        fd, part = tempfile.mkstemp(dir=path.parent, prefix=".kv-cache.")
         try:
             with os.fdopen(fd, "wb") as file:
                 file.write(blob)
@@ -98,12 +118,12 @@ def write_file(path: Path, blob: bytes) -> None:
         except BaseException:
             os.unlink(part)
             raise
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CodecError(f"the cache can't be written to {str(path)!r}: {error}") from error
 
 
 def _decode(blob: memoryview, spec: ModelSpec) -> Decoded:
-    header, data = _split(blob)
+    header, data = _split(blob, spec)
     metadata = header.pop("__metadata__")
     manifest = _verified_manifest(metadata)
     _check_model(manifest, spec)
@@ -133,15 +153,22 @@ def _decode(blob: memoryview, spec: ModelSpec) -> Decoded:
     return Decoded(handle, KVState.from_tensors(tuple(kinds), layers, num_tokens))
 
 
-def _split(blob: memoryview) -> tuple[dict[str, Any], memoryview]:
+def _split(blob: memoryview, spec: ModelSpec) -> tuple[dict[str, Any], memoryview]:
     """Header and data of a safetensors byte string."""
-    if len(blob) < 8:
-        raise CodecError(f"{len(blob)} bytes are too few for a cache")
-    (length,) = struct.unpack("<Q", blob[:8])
-    if length > min(len(blob) - 8, MAX_HEADER_BYTES):
-        raise CodecError(f"a header of {length} bytes is declared, but {len(blob) - 8} bytes follow")
+    length = _header_length(bytes(blob[:8]), len(blob), spec)
     header = json.loads(bytes(blob[8 : 8 + length]))
     return header, blob[8 + length :]
+
+
+def _header_length(first: bytes, total: int, spec: ModelSpec) -> int:
+    """The declared length of the header, where it is one that so many bytes of cache can have."""
+    if len(first) < 8:
+        raise CodecError(f"{total} bytes are too few for a cache")
+    (length,) = struct.unpack("<Q", first)
+    limit = HEADER_BYTES + HEADER_BYTES_PER_TOKEN * (total // max(spec.bytes_per_token, 1))
+    if length > min(total - 8, limit):
+        raise CodecError(f"a header of {length} bytes is declared in {total} bytes; at most {limit} are believed")
+    return int(length)
 
 
 def _verified_manifest(metadata: dict[str, str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jinja2.exceptions import TemplateError as JinjaError
 from transformers import PreTrainedTokenizerBase
 
-from langgraph_latent.errors import TemplateError
+from langgraph_latent.errors import PromptError, TemplateError
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message, common_tokens, pack_tokens, unpack_tokens
 
 # What a tokenizer writes for bytes that are no whole character yet.
@@ -77,29 +77,37 @@ class PromptWriter:
 
     def _behind(self, handle: KVHandle, text: str) -> str | None:
         """What of a prompt comes behind a handle's tokens; None where the template rewrites the handle's part."""
-        told = self._render(handle.messages, reply=False)
-        if not text.startswith(told):
+        try:
+            told = self._render(handle.messages, reply=False)
+            if not text.startswith(told):
+                return None
+            if handle.segments[-1].kind != "generated":
+                return text[len(told) :]
+            asked = self._render(handle.messages[:-1], reply=True)
+            marked = self._render([*handle.messages[:-1], {**handle.messages[-1], "content": MARK}], reply=False)
+        except TemplateError:  # it can't render the handle's messages alone
             return None
-        if handle.segments[-1].kind != "generated":
-            return text[len(told) :]
-        marked = self._render([*handle.messages[:-1], {**handle.messages[-1], "content": MARK}], reply=False)
         before, _, closing = marked.rpartition(MARK)
-        if not (told.startswith(before) and told.endswith(closing)):
-            return None
-        rest = closing + text[len(told) :]
+        if before.rstrip() != asked.rstrip() or not (told.startswith(before) and told.endswith(closing)):
+            return None  # the question is told otherwise than when it was asked
         said = told[len(before) : len(told) - len(closing)]
         if said.strip() != str(handle.messages[-1]["content"]).strip():
             return None  # the template tells the answer otherwise than it was given
         last = unpack_tokens(handle.tokens[-TOKEN_BYTES:])
         if last[0] in self._tokenizer.all_special_ids:  # a sampled end token closes it already
-            rest = rest.removeprefix(self._decode(last))
-        return rest
+            head, end, behind = closing.partition(self._decode(last))
+            if end and not head.strip():
+                closing = behind
+        return closing + text[len(told) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        except (UnicodeError, TypeError) as error:
+            raise PromptError(f"the prompt is no text that can be tokenised: {error}") from error
         return ids
 
     def _render(self, messages: Sequence[Message], reply: bool) -> str:

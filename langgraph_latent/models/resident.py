@@ -8,16 +8,18 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from langgraph_latent.errors import ContextLengthError, LatentError, ModelLoadError
+from langgraph_latent.errors import ContextLengthError, HandleError, LatentError, ModelLoadError, UnsupportedLayerError
+from langgraph_latent.handle import KVHandle
 from langgraph_latent.kv.state import KVState, KVTail, layer_kinds
 from langgraph_latent.models.attention import use_grouped_heads
 from langgraph_latent.models.digest import weights_digest
@@ -26,6 +28,15 @@ from langgraph_latent.models.sampling import Sampler
 from langgraph_latent.spec import LayerSpec, ModelSpec
 
 PREFILL_CHUNK = 2048
+PROBE_WINDOW = 256
+"""Sliding windows up to this many tokens are filled by the probe."""
+PROBE_TOLERANCE = {True: 1e-3, False: 1e-1}
+"""Largest relative difference of logits that the probe accepts, for dtypes above two bytes and for the others."""
+NO_IDENTITY = re.compile(
+    r"_name_or_path|transformers_version|architectures|dtype|use_cache|.*_token_id|output_.*|return_dict|id2label|label2id"
+    r"|_attn_implementation.*|initializer_range|quantization_config"
+)
+"""Config fields that do not shape what a model computes from tokens, or are in the identity by another name."""
 
 
 class ModelKey(NamedTuple):
@@ -66,11 +77,43 @@ class ResidentModel:
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
-        with self.empty_state().append() as tail:
-            self.forward([0], tail)
-            probe = tail.seal().layers()  # real shapes, dtypes and devices
+        probe = self._probe(name)
         self.devices = [keys.device for keys, _ in probe]
         self.spec = _spec_of(self, probe, name, weights, attention)
+
+    def _probe(self, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a short run, per layer: real shapes, dtypes and devices.
+
+        Raises `UnsupportedLayerError` where feeding tokens in parts does not give what feeding them at once gives: such
+        a model is not causal, or its cache can't be appended to.
+        """
+        windows = [kind.window for kind in self.kinds if 0 < kind.window <= PROBE_WINDOW]
+        ids = [
+            index % self.model.config.get_text_config().vocab_size for index in range(3, 15 + max(windows, default=0))
+        ]
+        try:
+            results = []
+            for sizes in ((len(ids),), (5, 1, len(ids) - 6)):
+                with self.empty_state().append(len(ids)) as tail:
+                    begin = 0
+                    for size in sizes:
+                        logits = self.forward(ids[begin : begin + size], tail)
+                        begin += size
+                    results.append(logits.float())
+                    layers = tail.seal().layers()
+            error = float((results[0] - results[1]).abs().max() / results[0].abs().max().clamp(min=1e-6))
+            whole = len(layers) == len(self.kinds) and all(keys.shape[0] == 1 for keys, _ in layers)
+        except Exception as caught:  # whatever a model class does with a cache that it does not understand
+            raise UnsupportedLayerError(
+                f"{name!r} ({type(self.model).__name__}) does not run over a cache of full and sliding-window layers: "
+                f"{type(caught).__name__}: {caught}. Use a text edge for this model."
+            ) from caught
+        if not whole or not error <= PROBE_TOLERANCE[self.model.dtype.itemsize > 2]:
+            raise UnsupportedLayerError(
+                f"{name!r} ({type(self.model).__name__}) gives other logits when its tokens are fed in parts (relative "
+                f"difference {error:.1e}): it is not causal, or its cache can't be appended to"
+            )
+        return layers
 
     @property
     def device(self) -> torch.device:
@@ -85,6 +128,14 @@ class ResidentModel:
             raise ContextLengthError(
                 f"the prompt has {num_tokens} tokens, but {self.spec.name!r} takes at most {self.spec.max_positions}; "
                 "shorten the messages, inherit less, or use a model with a longer context"
+            )
+
+    def check_vocabulary(self, handle: KVHandle) -> None:
+        """Raise `HandleError` where a handle holds a token id that the model does not have."""
+        if handle.largest_token >= self.spec.vocab_size:
+            raise HandleError(
+                f"handle {handle.id} holds token id {handle.largest_token}, but {self.spec.name!r} has "
+                f"{self.spec.vocab_size} tokens; the handle was not made for it"
             )
 
     def prefill(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
@@ -206,6 +257,21 @@ def _default_dtype(device: str) -> str:
     return "float32" if device == "cpu" else "auto"
 
 
+def _config_digest(config: PreTrainedConfig) -> str:
+    fields = {name: value for name, value in config.to_dict().items() if not NO_IDENTITY.fullmatch(name)}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _max_positions(config: PreTrainedConfig, rope: dict[str, Any]) -> int:
+    """The longest sequence over which a cache stays valid; 0 where the model names none.
+
+    With longrope, keys written below the original maximum are wrong above it: the frequencies change there.
+    """
+    longest = int(getattr(config, "max_position_embeddings", 0) or 0)
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0)
+    return min(longest, int(original)) if rope.get("rope_type") == "longrope" and original else longest
+
+
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     configured = model.generation_config.eos_token_id
     ends = configured if isinstance(configured, list) else [configured, tokenizer.eos_token_id]
@@ -233,6 +299,7 @@ def _spec_of(
         vocab_size=config.vocab_size,
         layers=layers,
         rope=json.dumps(rope, sort_keys=True, default=str) if rope else "",
+        config=_config_digest(config),
         weights=weights,
         tokenizer=hashlib.sha256(words.encode()).hexdigest(),
         template=hashlib.sha256(str(tokenizer.chat_template or "").encode()).hexdigest(),
@@ -240,6 +307,6 @@ def _spec_of(
         dtype=str(pairs[0][0].dtype).removeprefix("torch."),
         quantization=str(getattr(quantization, "quant_method", "")) if quantization else "",
         attention=attention,
-        max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
+        max_positions=_max_positions(config, rope or {}),
         bytes_per_token=sum(keys[0, :, 0].nbytes + values[0, :, 0].nbytes for keys, values in pairs),
     )

@@ -20,6 +20,8 @@ from transformers.generation.logits_process import (
 from langgraph_latent.errors import ConfigError
 from langgraph_latent.handle import TOKEN_BYTES
 
+SPARE_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -37,15 +39,27 @@ class Sampling:
 
     def __post_init__(self) -> None:
         allowed = {
-            "temperature": (self.temperature >= 0, "0 (greedy) or above"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
-            "top_k": (self.top_k >= 0, "0 (off) or above"),
-            "max_tokens": (self.max_tokens >= 1, "1 or above"),
-            "stop": (all(self.stop), "text that is not empty"),
+            "temperature": (_is_number(self.temperature) and self.temperature >= 0, "a number, 0 (greedy) or above"),
+            "top_p": (_is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            "top_k": (_is_whole(self.top_k) and self.top_k >= 0, "a whole number, 0 (off) or above"),
+            "max_tokens": (_is_whole(self.max_tokens) and self.max_tokens >= 1, "a whole number, 1 or above"),
+            "seed": (
+                self.seed is None or (_is_whole(self.seed) and abs(self.seed) < 1 << 63),
+                "a whole number or None",
+            ),
+            "stop": (all(isinstance(text, str) and text for text in self.stop), "text that is not empty"),
         }
         for name, (is_allowed, meaning) in allowed.items():
             if not is_allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is impossible; it must be {meaning}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or isinstance(value, float)
 
 
 class Sampler:
@@ -71,7 +85,7 @@ class Sampler:
         self._is_greedy = sampling.temperature == 0
         self._processors = LogitsProcessorList([*_penalties(defaults), *extra, *_warpers(sampling)])
         self._length = len(prompt) // TOKEN_BYTES
-        self._tokens = torch.empty((1, self._length + sampling.max_tokens), dtype=torch.long, device=device)
+        self._tokens = torch.empty((1, self._length + SPARE_TOKENS), dtype=torch.long, device=device)
         self._tokens[0, : self._length] = torch.frombuffer(bytearray(prompt), dtype=torch.int32)
         self._random = torch.Generator(device=device)
         if sampling.seed is None:
@@ -93,6 +107,8 @@ class Sampler:
             token = int(scores.argmax())
         else:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._random))
+        if self._length == self._tokens.shape[1]:
+            self._tokens = torch.cat([self._tokens, torch.empty_like(self._tokens)], dim=1)
         self._tokens[0, self._length] = token
         self._length += 1
         return token

@@ -17,7 +17,7 @@ class RecipeBook:
         self.budget_bytes = budget_bytes
         self._handles: OrderedDict[str, KVHandle] = OrderedDict()
         self._used = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._handles)
