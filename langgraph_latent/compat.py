@@ -19,8 +19,8 @@ class Level(IntEnum):
     TEXT = 4
 
 
-GEOMETRY = ("architecture", "hidden_size", "layers", "rope", "config", "schema")
-WORDING = ("vocab_size", "tokenizer")
+NOT_SIBLINGS = {"architecture", "hidden_size", "layers", "rope", "config", "schema", "vocab_size", "tokenizer"}
+"""Fields that must be equal where only the weights may differ: geometry and wording."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def compare(a: ModelSpec, b: ModelSpec) -> Compatibility:
         if field.name != "name" and getattr(a, field.name) != getattr(b, field.name)
     )
     differing = {difference.field for difference in differences}
-    level = Level.TEXT if differing & {*GEOMETRY, *WORDING} else Level.SIBLING
+    level = Level.TEXT if differing & NOT_SIBLINGS else Level.SIBLING
     return Compatibility(level, differences)
 
 

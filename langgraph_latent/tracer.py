@@ -6,7 +6,7 @@ import json
 import threading
 from collections import Counter, deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from langgraph_latent.errors import ConfigError
 from langgraph_latent.events import Decoded, Event, Prefilled, Routed
@@ -73,10 +73,6 @@ class LatentTracer:
                 self._seconds["prefill"],
                 self._seconds["decode"],
             )
-
-    def to_dicts(self) -> list[dict[str, Any]]:
-        """The kept events as plain data."""
-        return [event.to_dict() for event in self.events]
 
     def _count(self, event: Event) -> None:
         self._counts[type(event).__name__.lower()] += 1

@@ -182,13 +182,13 @@ class LatentWorkspace:
         try:
             if not isinstance(handle, KVHandle):
                 raise HandleError(
-                    f"inherit= takes KVHandle values, not {type(handle).__name__}; see KVHandle.from_dict()"
+                    f"inherit= takes KVHandle values and replies, not {type(handle).__name__}; see KVHandle.from_dict()"
                 )
             if handle.tenant != self.tenant:
                 raise TenantError(f"handle {handle.id} belongs to another tenant; it can't be used in this workspace")
             handle.verify()
         except HandleError as error:
-            self.emit(Refused(handle=str(getattr(handle, "id", "")), success=False, reason=str(error)))
+            self.emit(Refused(handle=str(getattr(handle, "id", "")), reason=str(error)))
             raise
 
     def deliver(self, receiver: ResidentModel, request: Request) -> Delivery:
@@ -347,7 +347,7 @@ class LatentWorkspace:
             handle, state = codec.decode(blob, receiver.spec)
             state = state.to(receiver.devices)
         except CodecError as error:
-            self.emit(Refused(origin=origin, success=False, reason=str(error)))
+            self.emit(Refused(origin=origin, reason=str(error)))
             raise
         self.check(handle)
         receiver.check_vocabulary(handle)

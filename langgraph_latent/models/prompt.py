@@ -47,8 +47,9 @@ class PromptWriter:
         """
         if not handle.segments:
             return self.write(messages, reply=reply)
-        text = self._render([*handle.messages, *messages], reply)
-        rest = self._behind(handle, text)
+        inherited = handle.messages
+        text = self._render([*inherited, *messages], reply)
+        rest = self._behind(handle, inherited, text)
         if rest is not None and self._is_cut(rest):
             return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
         tokens = pack_tokens(self._encode(text))
@@ -75,23 +76,23 @@ class PromptWriter:
             for after in probes
         )
 
-    def _behind(self, handle: KVHandle, text: str) -> str | None:
-        """What of a prompt comes behind a handle's tokens; None where the template rewrites the handle's part."""
+    def _behind(self, handle: KVHandle, messages: Sequence[Message], text: str) -> str | None:
+        """What of a prompt comes behind a handle's tokens, which say `messages`; None where it tells them otherwise."""
         try:
-            told = self._render(handle.messages, reply=False)
+            told = self._render(messages, reply=False)
             if not text.startswith(told):
                 return None
             if handle.segments[-1].kind != "generated":
                 return text[len(told) :]
-            asked = self._render(handle.messages[:-1], reply=True)
-            marked = self._render([*handle.messages[:-1], {**handle.messages[-1], "content": MARK}], reply=False)
+            asked = self._render(messages[:-1], reply=True)
+            marked = self._render([*messages[:-1], {**messages[-1], "content": MARK}], reply=False)
         except TemplateError:  # it can't render the handle's messages alone
             return None
         before, _, closing = marked.rpartition(MARK)
         if before.rstrip() != asked.rstrip() or not (told.startswith(before) and told.endswith(closing)):
             return None  # the question is told otherwise than when it was asked
         said = told[len(before) : len(told) - len(closing)]
-        if said.strip() != str(handle.messages[-1]["content"]).strip():
+        if said.strip() != str(messages[-1]["content"]).strip():
             return None  # the template tells the answer otherwise than it was given
         last = unpack_tokens(handle.tokens[-TOKEN_BYTES:])
         if last[0] in self._tokenizer.all_special_ids:  # a sampled end token closes it already

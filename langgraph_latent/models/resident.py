@@ -30,8 +30,8 @@ from langgraph_latent.spec import LayerSpec, ModelSpec
 PREFILL_CHUNK = 2048
 PROBE_WINDOW = 256
 """Sliding windows up to this many tokens are filled by the probe."""
-PROBE_TOLERANCE = {True: 1e-3, False: 1e-1}
-"""Largest relative difference of logits that the probe accepts, for dtypes above two bytes and for the others."""
+PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 1e-3, 1e-1
+"""Largest relative difference of logits that the probe accepts; the second for dtypes of two bytes and less."""
 NO_IDENTITY = re.compile(
     r"_name_or_path|transformers_version|architectures|dtype|use_cache|.*_token_id|output_.*|return_dict|id2label|label2id"
     r"|_attn_implementation.*|initializer_range|quantization_config"
@@ -108,7 +108,8 @@ class ResidentModel:
                 f"{name!r} ({type(self.model).__name__}) does not run over a cache of full and sliding-window layers: "
                 f"{type(caught).__name__}: {caught}. Use a text edge for this model."
             ) from caught
-        if not whole or not error <= PROBE_TOLERANCE[self.model.dtype.itemsize > 2]:
+        tolerance = PROBE_TOLERANCE if self.model.dtype.itemsize > 2 else NARROW_PROBE_TOLERANCE
+        if not whole or not error <= tolerance:
             raise UnsupportedLayerError(
                 f"{name!r} ({type(self.model).__name__}) gives other logits when its tokens are fed in parts (relative "
                 f"difference {error:.1e}): it is not causal, or its cache can't be appended to"
