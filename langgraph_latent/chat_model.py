@@ -1,58 +1,72 @@
-"""`ChatLatent`: a LangChain chat model over a resident model. The only module that translates LangChain's messages."""
+"""`ChatLatent`: a LangChain chat model over a resident model. It knows LangChain's contract, not its messages."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.messages import (
-    AIMessage,
-    AIMessageChunk,
-    BaseMessage,
-    ChatMessage,
-    FunctionMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-)
-from langchain_core.messages.ai import UsageMetadata
+from langchain_core.language_models.chat_models import LangSmithParams
+from langchain_core.language_models.model_profile import ModelProfile
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import OutputTokenDetails, UsageMetadata
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableMap, RunnablePassthrough
 from langchain_core.runnables.config import ensure_config
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from transformers import StoppingCriteriaList
 
 from langgraph_latent.errors import ClosedError, ConfigError, PromptError
 from langgraph_latent.events import Origin
-from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message
+from langgraph_latent.handle import TOKEN_BYTES, KVHandle
+from langgraph_latent.messages import answer_chunk, answer_message, plain_message, with_schema
+from langgraph_latent.models.answer import Call, InvalidCall, Part
+from langgraph_latent.models.grammar import Constraint, check_grammars, has_grammars
 from langgraph_latent.models.resident import ModelKey, ResidentModel
 from langgraph_latent.models.sampling import Sampling
+from langgraph_latent.models.scheduler import MAX_ROWS, Limits
+from langgraph_latent.models.template import Framing
 from langgraph_latent.spec import ModelSpec
+from langgraph_latent.threads import in_thread, iterate_in_thread
 from langgraph_latent.turn import Turn
 from langgraph_latent.workspace import LatentWorkspace, Request
 
 Inherited = KVHandle | AIMessage | Sequence[KVHandle | AIMessage] | None
+Tool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "seed", "max_tokens")
-CALL_OPTIONS = ("inherit", "logits_processor", "stopping_criteria", "streamer", "cancelled", *SAMPLING_OPTIONS)
+TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
+STOCK_OPTIONS = ("logits_processor", "stopping_criteria", "streamer")
+CALL_OPTIONS = ("inherit", *SAMPLING_OPTIONS, "stop", "timeout", "template_options", *TOOL_OPTIONS, *STOCK_OPTIONS)
+UNFORCED = (None, False, "auto", "none")
+FORCED = (True, "any", "required")
 
 
 class ChatLatent(BaseChatModel):
     """A local Hugging Face model as a chat model whose answers come with a handle of their KV cache.
 
     Weights load on first use, once per process. Prompts reuse the longest prefix that the workspace still holds, with
-    the same output. Beyond the usual methods, `read` prefills without answering, and `inherit=` (of `invoke`, `stream`,
-    `read`, ...) continues one or several handles, or replies that have one.
+    the same output, and calls that run at the same time share the model's work. Beyond the usual methods, `read`
+    prefills without answering, and `inherit=` (of `invoke`, `stream`, `read`, ...) continues one or several handles, or
+    replies that have one.
 
     Args:
         model: hub id, or a folder made by `save_pretrained`.
         workspace: where caches live; the process's default workspace when None.
         temperature: 0 is greedy.
         top_p, top_k, seed, max_tokens, stop: as usual; each can be given per call too.
+        timeout: seconds after which a call raises `RequestTimeoutError`; None for no limit. Per call too.
+        max_queue: calls under way on the model beyond which a new one raises `QueueFullError`; None for no limit.
+        max_retries: how many times, a second apart, a call tries again when the queue is full.
+        template_options: what the chat template is told beside the messages, such as `{"enable_thinking": False}`. Per
+            call too.
+        streaming: `invoke` streams internally, for callbacks that want tokens.
         reuse: False prefills every prompt from its first token; for comparisons.
         revision, dtype, device: passed to transformers; "auto" takes the accelerator where there is one (the
             checkpoint's own dtype), else the CPU (float32).
@@ -68,6 +82,11 @@ class ChatLatent(BaseChatModel):
     top_k: int = 0
     seed: int | None = None
     stop: str | list[str] | None = None
+    timeout: float | None = None
+    max_queue: int | None = None
+    max_retries: int = 0
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    streaming: bool = False
     reuse: bool = True
     revision: str | None = None
     dtype: str = "auto"
@@ -142,14 +161,15 @@ class ChatLatent(BaseChatModel):
 
         Raises `PromptError` (empty, refused by the template, too long), `HandleError`, `CacheBudgetError`.
         """
-        request = self._request(self._convert_input(messages).to_messages(), inherit, _origin(config), reply=False)
-        return Turn(self._loaded_workspace(), self.resident(), request).read()
+        options = {"inherit": inherit}
+        request = self._request(self._convert_input(messages).to_messages(), options, _origin(config), reply=False)
+        return Turn(self._loaded_workspace(), self.resident(), request, self._limits(options)).read()
 
     async def aread(
         self, messages: LanguageModelInput, *, inherit: Inherited = None, config: RunnableConfig | None = None
     ) -> KVHandle:
         """`read` in a thread."""
-        return await asyncio.to_thread(self.read, messages, inherit=inherit, config=config)
+        return await in_thread(lambda _: self.read(messages, inherit=inherit, config=config))
 
     def handle(self, reply: AIMessage) -> KVHandle:
         """The handle of everything up to and with a reply; `LatentWorkspace.handle`."""
@@ -176,10 +196,79 @@ class ChatLatent(BaseChatModel):
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Any = None) -> int:
         """Number of tokens of messages as the model's own template renders them."""
         plain = [plain_message(message) for message in messages]
-        return len(self.resident().prompts.write(plain, reply=False).tokens) // TOKEN_BYTES
+        framing = Framing([convert_to_openai_tool(tool) for tool in tools or ()], self.template_options)
+        return len(self.resident().prompts.write(plain, framing, reply=False).tokens) // TOKEN_BYTES
 
-    def bind_tools(self, tools: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("ChatLatent does not call tools yet; use it in nodes that answer in text")
+    # -- tools and structured output ------------------------------------------------------------------------------
+
+    def bind_tools(
+        self,
+        tools: Sequence[Tool],
+        *,
+        tool_choice: str | bool | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The chat model with tools in its prompt, whose replies have `tool_calls`.
+
+        Args:
+            tools: functions, `BaseTool`s, Pydantic or TypedDict classes, or JSON schemas in OpenAI's form.
+            tool_choice: None or "auto" leaves it to the model, "any" (or "required", True) forces a call, a tool's name
+                forces a call of it, "none" (or False) shows no tools. A forced call always fits its schema; it needs
+                the extra `grammar`.
+            parallel_tool_calls: False ends an answer after its first call.
+            strict: goes into the tools' schemas.
+
+        Raises `ConfigError` for a choice that is no tool, and `MissingExtraError`.
+        """
+        schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        options = {"tools": schemas, "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls, **kwargs}
+        options = {name: value for name, value in options.items() if value is not None}
+        self._check_tools(options)
+        return self.bind(**options)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        method: Literal["function_calling", "json_schema", "json_mode"] = "function_calling",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """The chat model with answers of a schema (Pydantic class, TypedDict class or JSON schema).
+
+        Decoding is constrained to the schema, so an answer that is not cut by `max_tokens` always parses. Needs the
+        extra `grammar`.
+
+        Args:
+            method: "function_calling" forces a call of a tool with the schema; "json_schema" asks for JSON of the
+                schema at the prompt's end; "json_mode" allows any JSON object and leaves asking to the prompt.
+            include_raw: answer with a dict of `raw`, `parsed` and `parsing_error`.
+        """
+        check_grammars()
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+        if method not in ("json_schema", "json_mode"):
+            raise ConfigError(f"method={method!r} is unknown; known methods: function_calling, json_schema, json_mode")
+        as_json = convert_to_json_schema(schema)
+        is_schema = method == "json_schema"
+        llm = self.bind(
+            response_format={"type": "json_schema", "json_schema": {"name": as_json["title"], "schema": as_json}}
+            if is_schema
+            else {"type": "json_object"},
+            ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},
+            **kwargs,
+        )
+        parser: Any = JsonOutputParser()
+        if isinstance(schema, type) and issubclass(schema, BaseModel):
+            parser = PydanticOutputParser(pydantic_object=schema)
+        if not include_raw:
+            return llm | parser
+        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     # -- LangChain's contract -------------------------------------------------------------------------------------
 
@@ -190,8 +279,47 @@ class ChatLatent(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         return {"model": self.model, "revision": self.revision, "dtype": self.dtype, "reuse": self.reuse} | {
-            name: getattr(self, name) for name in (*SAMPLING_OPTIONS, "stop")
+            name: getattr(self, name) for name in (*SAMPLING_OPTIONS, "stop", "template_options")
         }
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_lc_namespace(cls) -> list[str]:
+        return ["langgraph_latent", "chat_model"]
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        """The key of LangChain's response cache; a tenant never gets another tenant's answers."""
+        tenant = self.workspace.tenant if self.workspace else ""
+        return f"{tenant!r} {super()._get_llm_string(stop=stop, **kwargs)}"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        return LangSmithParams(**{**params, "ls_provider": "langgraph-latent", "ls_model_name": self.model})
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        """What the chat model can do; `max_input_tokens` follows when the model is loaded."""
+        return ModelProfile(
+            text_inputs=True,
+            image_inputs=False,
+            audio_inputs=False,
+            video_inputs=False,
+            text_outputs=True,
+            tool_calling=True,
+            tool_choice=has_grammars(),
+            tool_call_streaming=True,
+            structured_output=has_grammars(),
+            temperature=True,
+        )
+
+    def batch(
+        self, inputs: list[Any], config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
+    ) -> list[AIMessage]:
+        """`invoke` for several inputs at a time: as many as share one model call, if `max_concurrency` says nothing."""
+        config = [_side_by_side(each) for each in config] if isinstance(config, list) else _side_by_side(config)
+        return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
     def _generate(
         self,
@@ -200,11 +328,7 @@ class ChatLatent(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        turn, pieces = self._answer(messages, stop, kwargs)
-        for _ in pieces:
-            pass
-        message = AIMessage(turn.text, usage_metadata=_usage(turn), response_metadata=self._metadata(turn))
-        return ChatResult(generations=[ChatGeneration(message=message)])
+        return self._whole_answer(messages, stop, kwargs, None)
 
     def _stream(
         self,
@@ -213,16 +337,10 @@ class ChatLatent(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        turn, pieces = self._answer(messages, stop, kwargs)
-        for piece in pieces:
-            chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+        for chunk in self._chunks(messages, stop, kwargs, None):
             if run_manager:
-                run_manager.on_llm_new_token(piece, chunk=chunk)
+                run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
             yield chunk
-        last = AIMessageChunk(
-            content="", usage_metadata=_usage(turn), response_metadata=self._metadata(turn), chunk_position="last"
-        )
-        yield ChatGenerationChunk(message=last)
 
     async def _agenerate(
         self,
@@ -231,11 +349,7 @@ class ChatLatent(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        cancelled = threading.Event()
-        try:
-            return await asyncio.to_thread(self._generate, messages, stop, None, cancelled=cancelled, **kwargs)
-        finally:
-            cancelled.set()
+        return await in_thread(lambda cancelled: self._whole_answer(messages, stop, kwargs, cancelled))
 
     async def _astream(
         self,
@@ -244,65 +358,118 @@ class ChatLatent(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        cancelled = threading.Event()
-        chunks = self._stream(messages, stop, None, cancelled=cancelled, **kwargs)
-        step: asyncio.Future[ChatGenerationChunk | None] | None = None
-        try:
-            while True:
-                step = asyncio.ensure_future(asyncio.to_thread(next, chunks, None))
-                chunk = await asyncio.shield(step)
-                if chunk is None:
-                    return
-                if run_manager:
-                    await run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
-                yield chunk
-        finally:
-            cancelled.set()
-            if step is not None and not step.done():
-                await asyncio.wait([step])  # a generator that runs in a thread can't be closed from here
-            chunks.close()  # type: ignore[attr-defined]
+        async for chunk in iterate_in_thread(lambda cancelled: self._chunks(messages, stop, kwargs, cancelled)):
+            if run_manager:
+                await run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
+            yield chunk
 
     # -- one request ----------------------------------------------------------------------------------------------
 
+    def _whole_answer(
+        self,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        options: Mapping[str, Any],
+        cancelled: threading.Event | None,
+    ) -> ChatResult:
+        turn, parts = self._answer(messages, stop, options, cancelled)
+        for _ in parts:
+            pass
+        message = answer_message(turn.answer, usage_metadata=_usage(turn), response_metadata=self._metadata(turn))
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    def _chunks(
+        self,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        options: Mapping[str, Any],
+        cancelled: threading.Event | None,
+    ) -> Iterator[ChatGenerationChunk]:
+        turn, parts = self._answer(messages, stop, options, cancelled)
+        num_calls = 0
+        for part in parts:
+            yield ChatGenerationChunk(message=answer_chunk(part, num_calls))
+            num_calls += isinstance(part, Call | InvalidCall)
+        last = AIMessageChunk(
+            content="", usage_metadata=_usage(turn), response_metadata=self._metadata(turn), chunk_position="last"
+        )
+        yield ChatGenerationChunk(message=last)
+
     def _answer(
-        self, messages: Sequence[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
-    ) -> tuple[Turn, Iterator[str]]:
-        """A turn, and the pieces of its answer as they come."""
+        self,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        options: Mapping[str, Any],
+        cancelled: threading.Event | None,
+    ) -> tuple[Turn, Iterator[Part]]:
+        """A turn, and the parts of its answer as they come."""
         self._check_names(options)
         sampling = self._sampling(options, stop)
+        constraint = self._constraint(options)
         workspace = self._loaded_workspace()
-        request = self._request(messages, options.get("inherit"), _origin(None), reply=True)
-        turn = Turn(workspace, workspace.model(self._key), request)
+        request = self._request(messages, options, _origin(None), reply=True)
+        turn = Turn(workspace, workspace.model(self._key), request, self._limits(options))
         criteria = options.get("stopping_criteria")
         return turn, turn.decode(
             sampling,
+            constraint=constraint,
+            max_calls=1 if options.get("parallel_tool_calls") is False else None,
             processors=options.get("logits_processor") or (),
             criteria=StoppingCriteriaList(criteria) if criteria else None,
             streamer=options.get("streamer"),
-            cancelled=options.get("cancelled"),
+            cancelled=cancelled,
         )
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a per-call option that does not exist or has an impossible value."""
         self._check_names(options)
+        self._check_tools(options)
         self._sampling(options, options.get("stop"))
 
     def _check_names(self, options: Mapping[str, Any]) -> None:
-        if unknown := sorted(set(options) - {*CALL_OPTIONS, "stop"}):
-            raise ConfigError(f"ChatLatent takes no call option {unknown[0]!r}; known: {', '.join(CALL_OPTIONS)}, stop")
+        if unknown := sorted(set(options) - set(CALL_OPTIONS)):
+            raise ConfigError(f"ChatLatent takes no call option {unknown[0]!r}; known: {', '.join(CALL_OPTIONS)}")
+
+    def _check_tools(self, options: Mapping[str, Any]) -> None:
+        if self._constraint(options) is not None:
+            check_grammars()
 
     def _sampling(self, options: Mapping[str, Any], stop: str | list[str] | None) -> Sampling:
         chosen = {name: options.get(name, getattr(self, name)) for name in SAMPLING_OPTIONS}
         stops = stop if stop is not None else self.stop
         return Sampling(stop=(stops,) if isinstance(stops, str) else tuple(stops or ()), **chosen)
 
-    def _request(self, messages: Sequence[BaseMessage], inherit: Inherited, origin: Origin, *, reply: bool) -> Request:
+    def _limits(self, options: Mapping[str, Any]) -> Limits:
+        return Limits(self.max_queue, self.max_retries, options.get("timeout", self.timeout))
+
+    def _constraint(self, options: Mapping[str, Any]) -> Constraint | None:
+        """What the answer is constrained to, if anything. Raises `ConfigError` for an unknown choice or format."""
+        tools, choice = options.get("tools") or (), options.get("tool_choice")
+        schema = _schema_of(options.get("response_format"))
+        if isinstance(choice, Mapping):
+            choice = choice.get("function", choice).get("name")
+        if choice in UNFORCED:
+            shown = tools if choice in (None, "auto") else ()
+            return None if schema is None else Constraint(shown, schema)
+        chosen = [tool for tool in tools if choice in FORCED or tool["function"]["name"] == choice]
+        if not chosen:
+            names = ", ".join(tool["function"]["name"] for tool in tools) or "none"
+            raise ConfigError(f"tool_choice={choice!r} is no bound tool; bound tools: {names}; or auto, any, none")
+        return Constraint(chosen)
+
+    def _request(
+        self, messages: Sequence[BaseMessage], options: Mapping[str, Any], origin: Origin, *, reply: bool
+    ) -> Request:
         plain = [plain_message(message) for message in messages]
         if not any(str(message["content"]).strip() or message.get("tool_calls") for message in plain):
             raise PromptError("the prompt is empty: pass at least one message with some text")
+        tools = () if options.get("tool_choice") in ("none", False) else options.get("tools") or ()
+        told = with_schema(plain, _told_schema(options.get("response_format")), has_tools=bool(tools))
+        inherit = options.get("inherit")
         inherited = inherit if isinstance(inherit, list | tuple) else () if inherit is None else (inherit,)
         handles = [self.handle(each) if isinstance(each, AIMessage) else each for each in inherited]
-        return Request(plain, handles, reply, self.reuse, origin)
+        framing = Framing(tools, {**self.template_options, **options.get("template_options", {})})
+        return Request(told, framing, handles, reply, self.reuse, origin)
 
     def _metadata(self, turn: Turn) -> dict[str, Any]:
         return {
@@ -332,54 +499,40 @@ class ChatLatent(BaseChatModel):
             return self._owner
 
 
-def plain_message(message: BaseMessage) -> Message:
-    """A LangChain message as plain data for a chat template. Raises `PromptError` for content that is not text."""
-    roles = {
-        HumanMessage: "user",
-        SystemMessage: "system",
-        AIMessage: "assistant",
-        ToolMessage: "tool",
-        FunctionMessage: "tool",
-    }
-    if isinstance(message, ChatMessage):
-        role = message.role
-    else:
-        known = [name for kind, name in roles.items() if isinstance(message, kind)]
-        if not known:
-            raise PromptError(f"a {type(message).__name__} can't be part of a prompt")
-        role = known[0]
-    plain: Message = {"role": role, "content": _text_of(message)}
-    if message.name:
-        plain["name"] = message.name
-    if isinstance(message, ToolMessage):
-        plain["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AIMessage) and message.tool_calls:
-        plain["tool_calls"] = [
-            {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
-            for call in message.tool_calls
-        ]
-    return plain
+def _schema_of(response_format: Any) -> Mapping[str, Any] | None:
+    """The JSON schema that a `response_format` (OpenAI's form) asks for. Raises `ConfigError` for another form."""
+    if response_format is None or response_format == {"type": "text"}:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind == "json_object":
+        return {"type": "object"}
+    schema = response_format["json_schema"].get("schema") if kind == "json_schema" else None
+    if not isinstance(schema, Mapping):
+        raise ConfigError(
+            f"response_format={response_format!r} is unknown; use with_structured_output(), or "
+            '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}, or {"type": "json_object"}'
+        )
+    return schema
 
 
-def _text_of(message: BaseMessage) -> str:
-    blocks = [message.content] if isinstance(message.content, str) else message.content
-    texts = []
-    for block in blocks:
-        kind = "text" if isinstance(block, str) else block.get("type")
-        if kind != "text":
-            raise PromptError(f"a message holds a block of type {kind!r}; this model reads text only")
-        texts.append(block if isinstance(block, str) else str(block.get("text", "")))
-    return "".join(texts)
+def _told_schema(response_format: Any) -> Mapping[str, Any] | None:
+    """The JSON schema that the prompt asks for."""
+    schema = _schema_of(response_format)
+    return None if response_format == {"type": "json_object"} else schema
+
+
+def _side_by_side(config: RunnableConfig | None) -> RunnableConfig:
+    return {**(config or {}), "max_concurrency": (config or {}).get("max_concurrency") or MAX_ROWS}
 
 
 def _usage(turn: Turn) -> UsageMetadata:
-    read, written = turn.num_prompt_tokens, len(turn.sampled)
+    read, written, thought = turn.num_prompt_tokens, len(turn.sampled), turn.num_reasoning_tokens
     return UsageMetadata(
         input_tokens=read,
         output_tokens=written,
         total_tokens=read + written,
         input_token_details={"cache_read": turn.cache_read},
-        output_token_details={},
+        output_token_details=OutputTokenDetails(reasoning=thought) if thought else {},
     )
 
 

@@ -13,13 +13,16 @@ from langgraph_latent.compat import Level
 from langgraph_latent.events import Origin
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message
 from langgraph_latent.kv.state import KVState
+from langgraph_latent.models.template import Framing
 from langgraph_latent.router import Route, RouteDecision
 
 
 class Request(NamedTuple):
-    """What a chat model asks for: new messages behind inherited handles; with `reply`, up to where an answer begins."""
+    """What a chat model asks for: new messages behind inherited handles, in a framing; with `reply`, up to where an
+    answer begins."""
 
     messages: Sequence[Message]
+    framing: Framing
     handles: Sequence[KVHandle]
     reply: bool
     reuse: bool

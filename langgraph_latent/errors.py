@@ -13,8 +13,11 @@ LatentError
 ├── CodecError            a cache file or byte string that fails verification
 ├── RouteError            the edge's policy allows no route that works
 ├── CacheBudgetError      one cache is larger than the whole budget
+├── QueueFullError        more requests are under way on the model than the caller puts up with
+├── RequestTimeoutError   a request was not done in its time
 ├── IntegrityError        the pool's books do not add up
 ├── ClosedError           the workspace or chat model was closed
+├── MissingExtraError     an optional package is not installed
 └── ConfigError           an option that does not exist or has an impossible value
 """
 
@@ -71,12 +74,24 @@ class CacheBudgetError(LatentError):
     """One cache is larger than the workspace's whole memory budget."""
 
 
+class QueueFullError(LatentError):
+    """More requests are under way on the model than `max_queue` allows; nothing was computed."""
+
+
+class RequestTimeoutError(LatentError, TimeoutError):
+    """A request was not done in its time."""
+
+
 class IntegrityError(LatentError):
     """The pool's books do not add up; this is a bug in the library."""
 
 
 class ClosedError(LatentError):
     """The workspace or chat model was closed."""
+
+
+class MissingExtraError(LatentError, ImportError):
+    """What was asked for needs an optional package; the message says which extra to install."""
 
 
 class ConfigError(LatentError):

@@ -117,6 +117,16 @@ class Diverged(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reworded(Event):
+    """Messages were told otherwise than they came, because the chat template can't say them as they are.
+
+    The codes in `changes` are explained in `models/template.py`.
+    """
+
+    changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exported(Event):
     """A cache was written to a file, or to a byte string where `file` is empty."""
 

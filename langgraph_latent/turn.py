@@ -1,4 +1,4 @@
-"""One request from messages to a handle: deliver, prefill, decode, keep.
+"""One request from messages to a handle: deliver, prefill, decode and read the answer, keep.
 
 It knows the workspace and the model; not LangChain's messages and not LangGraph.
 """
@@ -6,7 +6,7 @@ It knows the workspace and the model; not LangChain's messages and not LangGraph
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event as Flag
@@ -19,9 +19,12 @@ from transformers.generation.logits_process import LogitsProcessor
 from langgraph_latent.events import Decoded, FellBack, Prefilled
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, pack_tokens, unpack_tokens
 from langgraph_latent.kv.state import KVState, KVTail
+from langgraph_latent.models.answer import Answer, Part
+from langgraph_latent.models.grammar import Constraint
 from langgraph_latent.models.prompt import Detokenizer
 from langgraph_latent.models.resident import ResidentModel
 from langgraph_latent.models.sampling import Sampler, Sampling
+from langgraph_latent.models.scheduler import Lane, Limits
 from langgraph_latent.router import Cost, Route, RouteDecision
 from langgraph_latent.workspace import LatentWorkspace, Request
 
@@ -33,22 +36,28 @@ class Turn:
         num_prompt_tokens: of the whole prompt, what is inherited included.
         cache_read: prompt tokens whose keys and values were reused.
         sampled: sampled token ids, an end token included.
-        text: what was sampled, as text, without stop strings.
-        finish_reason: "stop", "length", "cancelled" or "error".
+        num_reasoning_tokens: of those, the ones after which the answer was still thinking aloud.
+        answer: what was sampled, as text, reasoning and tool calls, without stop strings.
+        finish_reason: "stop", "tool_calls", "length", "cancelled" or "error".
         handle: of the prompt, then of everything up to and with the last token.
         decision: how the inherited handle's edge was served.
     """
 
-    def __init__(self, workspace: LatentWorkspace, model: ResidentModel, request: Request) -> None:
+    def __init__(
+        self, workspace: LatentWorkspace, model: ResidentModel, request: Request, limits: Limits | None = None
+    ) -> None:
         self._workspace = workspace
         self._model = model
+        self._limits = limits
         self._origin = request.origin
+        self._framing = request.framing
         self._delivery = delivery = workspace.deliver(model, request)
         self.num_prompt_tokens = len(delivery.tokens) // TOKEN_BYTES
         self.cache_read = delivery.state.num_tokens
         self.decision: RouteDecision = delivery.decision
         self.sampled: list[int] = []
-        self.text = ""
+        self.num_reasoning_tokens = 0
+        self.answer = Answer()
         self.finish_reason = ""
         new_tokens = delivery.tokens[len(delivery.base.tokens) :]
         self.handle = delivery.base.extend(
@@ -57,7 +66,7 @@ class Turn:
 
     def read(self) -> KVHandle:
         """Prefill the prompt; the handle of it."""
-        with self._prefilled() as (tail, _):
+        with self._prefilled() as (tail, _, _):
             self._workspace.keep(self.handle, tail.seal(), self._origin)
         return self.handle
 
@@ -65,22 +74,27 @@ class Turn:
         self,
         sampling: Sampling,
         *,
+        constraint: Constraint | None = None,
+        max_calls: int | None = None,
         processors: Sequence[LogitsProcessor] = (),
         criteria: StoppingCriteriaList | None = None,
         streamer: Any = None,
         cancelled: Flag | None = None,
-    ) -> Iterator[str]:
-        """Prefill the prompt and sample an answer, yielding its text piece by piece.
+    ) -> Iterator[Part]:
+        """Prefill the prompt and sample an answer, yielding its parts piece by piece.
 
         `processors`, `criteria` and `streamer` are transformers' own. Setting `cancelled`, or closing the iterator,
-        ends the decoding after the current token; what was sampled by then is kept.
+        ends the decoding after the current token; what was sampled by then is kept. So does tool call `max_calls`.
         """
         model, prompt = self._model, self._delivery.tokens
-        detokenizer = Detokenizer(model.tokenizer, sampling.stop)
+        detokenizer = Detokenizer(model.tokenizer, sampling.stop, model.answer_marks(self._framing))
+        reader = model.answer_reader(prompt, self._framing, self._origin.node)
+        if constraint is not None:
+            processors = [*processors, model.grammars.compile(constraint, after=reader.closing)]
         sampler = Sampler(sampling, model.model.generation_config, model.device, prompt, processors)
-        with self._prefilled() as (tail, logits):
+        with self._prefilled() as (tail, logits, lane):
             assert logits is not None, "an answer always follows at least one fed token"
-            tokens = _Timed(model.decode(logits, tail, sampler, sampling.max_tokens))
+            tokens = _Timed(model.decode(logits, tail, sampler, sampling.max_tokens, lane))
             if streamer is not None:
                 streamer.put(sampler.context.cpu())
             try:
@@ -89,10 +103,10 @@ class Turn:
                     if streamer is not None:
                         streamer.put(torch.tensor([token]))
                     is_end = token in model.end_tokens
-                    if piece := "" if is_end else detokenizer.push(token):
-                        yield piece
+                    yield from self._noted(reader.push("" if is_end else detokenizer.push(token)))
+                    self.num_reasoning_tokens += reader.is_reasoning
                     is_stopped = criteria is not None and bool(criteria(sampler.context, sampler.scores).all())
-                    if is_end or detokenizer.stopped or is_stopped:
+                    if is_end or detokenizer.stopped or is_stopped or len(self.answer.calls) == max_calls:
                         self.finish_reason = "stop"
                         break
                     if cancelled is not None and cancelled.is_set():
@@ -100,8 +114,9 @@ class Turn:
                         break
                 else:
                     self.finish_reason = "length"
-                if rest := detokenizer.flush():
-                    yield rest
+                yield from self._noted([*reader.push(detokenizer.flush()), *reader.flush()])
+                if self.finish_reason == "stop" and self.answer.calls:
+                    self.finish_reason = "tool_calls"
             except GeneratorExit:
                 self.finish_reason = self.finish_reason or "cancelled"
                 raise
@@ -111,15 +126,18 @@ class Turn:
             finally:
                 if streamer is not None:
                     streamer.end()
-                self.text = detokenizer.text
                 self._finish(tail.seal(), tokens.seconds)
+
+    def _noted(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            self.answer.add(part)
+            yield part
 
     def _finish(self, state: KVState, seconds: float) -> None:
         """Complete the handle with what was sampled, and give it with its state to the workspace."""
         if self.sampled:
-            answer = {"role": "assistant", "content": self.text}
             tokens, size = pack_tokens(self.sampled), self._model.spec.bytes_per_token
-            self.handle = self.handle.extend("generated", self._origin.node, tokens, [answer], size)
+            self.handle = self.handle.extend("generated", self._origin.node, tokens, [self.answer.message], size)
         self._workspace.keep(self.handle, state, self._origin)
         self._workspace.emit(
             Decoded(
@@ -134,27 +152,28 @@ class Turn:
         )
 
     @contextmanager
-    def _prefilled(self) -> Iterator[tuple[KVTail, torch.Tensor | None]]:
-        """The tail behind the prompt, and the logits after it (None where nothing had to be fed).
+    def _prefilled(self) -> Iterator[tuple[KVTail, torch.Tensor | None, Lane]]:
+        """The tail behind the prompt, the logits after it (None where nothing had to be fed), and the lane to go on in.
 
         A delivered cache that fails in use is given up for re-reading the whole prompt, where the policy allows it.
         """
         delivery = self._delivery
-        try:
-            tail, logits = self._feed(delivery.state, delivery.missing)
-        except (RuntimeError, MemoryError) as error:  # out of memory among them; our own errors are neither
-            if not delivery.state.num_tokens or not delivery.may_fall_back:
-                raise
-            self._fall_back(error)
-            tail, logits = self._feed(self._model.empty_state(), delivery.tokens)
-        with tail:
-            yield tail, logits
+        with self._model.scheduler.lane(self._limits) as lane:
+            try:
+                tail, logits = self._feed(delivery.state, delivery.missing, lane)
+            except (RuntimeError, MemoryError) as error:  # out of memory among them; our own errors are neither
+                if not delivery.state.num_tokens or not delivery.may_fall_back:
+                    raise
+                self._fall_back(error)
+                tail, logits = self._feed(self._model.empty_state(), delivery.tokens, lane)
+            with tail:
+                yield tail, logits, lane
 
-    def _feed(self, state: KVState, tokens: bytes) -> tuple[KVTail, torch.Tensor | None]:
+    def _feed(self, state: KVState, tokens: bytes, lane: Lane) -> tuple[KVTail, torch.Tensor | None]:
         begin = time.perf_counter()
         tail = state.append(self.num_prompt_tokens)
         try:
-            logits = self._model.prefill(unpack_tokens(tokens), tail) if tokens else None
+            logits = self._model.prefill(unpack_tokens(tokens), tail, lane) if tokens else None
         except BaseException:
             tail.close()
             raise

@@ -40,6 +40,7 @@ from langgraph_latent.events import (
     Produced,
     Rebuilt,
     Refused,
+    Reworded,
     Routed,
 )
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, unpack_tokens
@@ -210,7 +211,9 @@ class LatentWorkspace:
         lead = handles[0] if edges and edges[0].route is Route.CACHE else root
         receiver.check_vocabulary(lead)
         told = (*told_by(handles), *request.messages)
-        prompt = receiver.prompts.extend(lead, told[len(lead.messages) :], reply=request.reply)
+        prompt = receiver.prompts.extend(lead, told[len(lead.messages) :], request.framing, reply=request.reply)
+        if changes := receiver.prompts.template.adapt(told, request.framing.tools).changes:
+            self.emit(Reworded(origin=request.origin, model=receiver.spec.identity, changes=changes))
         num_tokens = len(prompt.tokens) // TOKEN_BYTES
         num_fed = 1 if request.reply else 0  # an answer's first token follows the logits of a token that is fed
         receiver.check_length(num_tokens + num_fed)
@@ -314,8 +317,8 @@ class LatentWorkspace:
         state = self._find(receiver, handle.tokens, handle.num_tokens) or receiver.empty_state()
         if missing := unpack_tokens(handle.tokens[state.num_tokens * TOKEN_BYTES :]):
             self.emit(Rebuilt(handle=handle.id, model=handle.model, num_tokens=len(missing), reason="not in the pool"))
-            with state.append(handle.num_tokens) as tail:
-                receiver.prefill(missing, tail)
+            with receiver.scheduler.lane() as lane, state.append(handle.num_tokens) as tail:
+                receiver.prefill(missing, tail, lane)
                 state = tail.seal()
         return state
 

@@ -1,7 +1,7 @@
 """One sequence's KV cache as an immutable value, and the only door to transformers' `Cache`.
 
 A `KVState` is a length over a `KVBuffer`; a `KVTail` is the right to write behind it, dressed as a `Cache` for one
-model call after another. Neither knows which model or tokens it belongs to.
+model call after another; `KVRows` dresses several of them for one call. None knows which model or tokens it belongs to.
 """
 
 from __future__ import annotations
@@ -175,6 +175,11 @@ class KVTail:
             return origin
         return KVState(buffer, origin.kinds, self.num_tokens)
 
+    def rewind(self, num_tokens: int) -> None:
+        """Forget what a failed model call wrote behind the first `num_tokens` tokens."""
+        for layer in self._layers:
+            layer.length = num_tokens
+
     def close(self) -> None:
         """Give the tail back; what was not sealed is forgotten. Nothing may be appended after it."""
         if self._is_open:
@@ -256,6 +261,64 @@ class _TailLayer(CacheLayerMixin):
     def _view(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         store = self._store if self._store.keys is not None else self._growth.origin.buffer.layers[self._index]
         return store.view(self._kind.first_needed(self.length), self.length) if self.length else (None, None)
+
+
+class KVRows:
+    """Several sequences' tails dressed as one `Cache`, for a forward over their new tokens side by side, (1, seq).
+
+    What a layer hands to attention are `RowKeys`: only an attention function that knows them can use this cache.
+    """
+
+    def __init__(self, tails: Sequence[KVTail], sizes: Sequence[int]) -> None:
+        layers = zip(*(tail.cache.layers for tail in tails), strict=True)
+        self.cache = Cache(layers=[_RowsLayer(rows, sizes) for rows in layers])
+
+
+class RowKeys(torch.Tensor):
+    """The new keys of several sequences, (1, kv_heads, seq, head_dim), that carry what each sequence attends to.
+
+    Attributes:
+        rows: per sequence its number of new tokens, its keys and its values, (1, kv_heads, length, head_dim).
+        window: the layer's sliding window, 0 where it attends to everything.
+    """
+
+    rows: list[tuple[int, torch.Tensor, torch.Tensor]]
+    window: int
+
+
+class _RowsLayer(CacheLayerMixin):
+    """One layer under several tails. To the model it looks empty: masks are made per row by the attention function."""
+
+    is_croppable = False
+    is_initialized = True
+    is_sliding = False
+
+    def __init__(self, rows: Sequence[Any], sizes: Sequence[int]) -> None:
+        self._rows = rows
+        self._sizes = list(sizes)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = zip(
+            self._rows, self._sizes, key_states.split(self._sizes, -2), value_states.split(self._sizes, -2), strict=True
+        )
+        keys = key_states.as_subclass(RowKeys)
+        keys.rows = [(size, *row.update(own_keys, own_values)) for row, size, own_keys, own_values in parts]
+        keys.window = self._rows[0].get_max_length() if self._rows[0].is_sliding else 0
+        return keys, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to prepare: every row has its own storage."""
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

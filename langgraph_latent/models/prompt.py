@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
-from jinja2.exceptions import TemplateError as JinjaError
 from transformers import PreTrainedTokenizerBase
 
 from langgraph_latent.errors import PromptError, TemplateError
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message, common_tokens, pack_tokens, unpack_tokens
+from langgraph_latent.models.template import ChatTemplate, Framing
 
 # What a tokenizer writes for bytes that are no whole character yet.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # Stands for an answer in a probe of the template, so that what comes behind it can be told apart.
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
+NUM_END_TOKENS = 8
 
 
 class Prompt(NamedTuple):
@@ -28,28 +29,28 @@ class PromptWriter:
     """Renders messages for one model."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self.template = ChatTemplate(tokenizer, name)
         self._tokenizer = tokenizer
-        self._name = name
         self._cuts: dict[int, bool] = {}
 
-    def write(self, messages: Sequence[Message], *, reply: bool) -> Prompt:
+    def write(self, messages: Sequence[Message], framing: Framing, *, reply: bool) -> Prompt:
         """The prompt for `messages`; with `reply` it ends where the assistant's answer begins.
 
         Raises `PromptError` where there is nothing to read and `TemplateError` where the template refuses.
         """
-        return Prompt(pack_tokens(self._encode(self._render(messages, reply))), 0)
+        return Prompt(pack_tokens(self._encode(self.template.render(messages, framing, reply=reply))), 0)
 
-    def extend(self, handle: KVHandle, messages: Sequence[Message], *, reply: bool) -> Prompt:
+    def extend(self, handle: KVHandle, messages: Sequence[Message], framing: Framing, *, reply: bool) -> Prompt:
         """The prompt for a handle's messages and `messages` behind them.
 
         Equal to `write` of all messages, but where the tokens sampled for an answer are not what the tokenizer makes of
         its text, the sampled ones stand. A template that rewrites history leaves only the common part inherited.
         """
         if not handle.segments:
-            return self.write(messages, reply=reply)
+            return self.write(messages, framing, reply=reply)
         inherited = handle.messages
-        text = self._render([*inherited, *messages], reply)
-        rest = self._behind(handle, inherited, text)
+        text = self.template.render([*inherited, *messages], framing, reply=reply)
+        rest = self._behind(handle, inherited, text, framing)
         if rest is not None and self._is_cut(rest):
             return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
         tokens = pack_tokens(self._encode(text))
@@ -76,23 +77,24 @@ class PromptWriter:
             for after in probes
         )
 
-    def _behind(self, handle: KVHandle, messages: Sequence[Message], text: str) -> str | None:
+    def _behind(self, handle: KVHandle, messages: Sequence[Message], text: str, framing: Framing) -> str | None:
         """What of a prompt comes behind a handle's tokens, which say `messages`; None where it tells them otherwise."""
         try:
-            told = self._render(messages, reply=False)
+            told = self.template.render(messages, framing, reply=False)
             if not text.startswith(told):
                 return None
             if handle.segments[-1].kind != "generated":
                 return text[len(told) :]
-            asked = self._render(messages[:-1], reply=True)
-            marked = self._render([*messages[:-1], {**messages[-1], "content": MARK}], reply=False)
+            asked = self.template.render(messages[:-1], framing, reply=True)
+            marked_answer = {"role": "assistant", "content": MARK}
+            marked = self.template.render([*messages[:-1], marked_answer], framing, reply=False)
         except TemplateError:  # it can't render the handle's messages alone
             return None
         before, _, closing = marked.rpartition(MARK)
         if before.rstrip() != asked.rstrip() or not (told.startswith(before) and told.endswith(closing)):
             return None  # the question is told otherwise than when it was asked
         said = told[len(before) : len(told) - len(closing)]
-        if said.strip() != str(messages[-1]["content"]).strip():
+        if not self._says(handle, messages[-1], said):
             return None  # the template tells the answer otherwise than it was given
         last = unpack_tokens(handle.tokens[-TOKEN_BYTES:])
         if last[0] in self._tokenizer.all_special_ids:  # a sampled end token closes it already
@@ -100,6 +102,18 @@ class PromptWriter:
             if end and not head.strip():
                 closing = behind
         return closing + text[len(told) :]
+
+    def _says(self, handle: KVHandle, answer: Message, told: str) -> bool:
+        """Whether a template's version of an answer is what was sampled for it."""
+        if set(answer) == {"role", "content"}:
+            return told.strip() == str(answer["content"]).strip()
+        sampled = unpack_tokens(handle.tokens[-handle.segments[-1].num_tokens * TOKEN_BYTES :])
+        said = self._decode(sampled).strip()
+        return said.startswith(told.strip()) and bool(told.strip() or not said)
+
+    def decode_end(self, tokens: bytes) -> str:
+        """The last few tokens of a prompt as text: what an answer begins in."""
+        return self._decode(unpack_tokens(tokens[-NUM_END_TOKENS * TOKEN_BYTES :]))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -110,23 +124,6 @@ class PromptWriter:
         except (UnicodeError, TypeError) as error:
             raise PromptError(f"the prompt is no text that can be tokenised: {error}") from error
         return ids
-
-    def _render(self, messages: Sequence[Message], reply: bool) -> str:
-        if not self._tokenizer.chat_template:
-            raise TemplateError(
-                f"{self._name!r} has no chat template; pass an instruction-tuned model, or save a chat_template.jinja "
-                "in its folder"
-            )
-        try:
-            text: Any = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply)
-        except (JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise TemplateError(
-                f"the chat template of {self._name!r} refuses these messages (roles: {roles}): {error}"
-            ) from error
-        if not text:
-            raise TemplateError(f"the chat template of {self._name!r} renders nothing for these messages")
-        return str(text)
 
 
 def _was_sampled(handle: KVHandle, index: int) -> bool:
@@ -141,10 +138,17 @@ def _was_sampled(handle: KVHandle, index: int) -> bool:
 
 
 class Detokenizer:
-    """Text from sampled tokens, as early as it is certain: no half characters, nothing that may begin a stop string."""
+    """Text from sampled tokens, as early as it is certain: no half characters, nothing that may begin a stop string.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
+    Special tokens are left out, but for those `shown`.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), shown: Collection[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
+        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        self._hidden = special.union(tokenizer.all_special_ids).difference(shown)
         self._stop = tuple(stop)
         self._ids: list[int] = []
         self._decoded = ""
@@ -153,9 +157,10 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Add a token; the text that became certain. Sets `stopped` where a stop string is complete."""
-        self._ids.append(token)
+        if token not in self._hidden:
+            self._ids.append(token)
         self._decoded = str(
-            self._tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._tokenizer.decode(self._ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
         found = [at for at in (self._decoded.find(stop) for stop in self._stop) if at >= 0]
         if found:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +22,18 @@ from transformers.utils import cached_file
 
 from langgraph_latent.errors import ContextLengthError, HandleError, LatentError, ModelLoadError, UnsupportedLayerError
 from langgraph_latent.handle import KVHandle
-from langgraph_latent.kv.state import KVState, KVTail, layer_kinds
-from langgraph_latent.models.attention import use_grouped_heads
+from langgraph_latent.kv.state import KVRows, KVState, KVTail, layer_kinds
+from langgraph_latent.models import template
+from langgraph_latent.models.answer import CALL_MARKS, REASONING_MARKS, MarkReader, Reader, TemplateReader, shape_of
+from langgraph_latent.models.attention import use_row_attention
 from langgraph_latent.models.digest import weights_digest
+from langgraph_latent.models.grammar import GrammarCompiler
 from langgraph_latent.models.prompt import PromptWriter
 from langgraph_latent.models.sampling import Sampler
+from langgraph_latent.models.scheduler import Lane, Row, Scheduler
+from langgraph_latent.models.template import Framing
 from langgraph_latent.spec import LayerSpec, ModelSpec
 
-PREFILL_CHUNK = 2048
 PROBE_WINDOW = 256
 """Sliding windows up to this many tokens are filled by the probe."""
 PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 1e-3, 1e-1
@@ -61,6 +67,7 @@ class ResidentModel:
         kinds: its cache layers.
         prompts: renders messages for it.
         devices: where each cache layer lives.
+        scheduler: lets concurrent requests share model calls.
         end_tokens: token ids that end an answer.
         cache_argument: the name under which the installed forward takes a cache.
     """
@@ -70,51 +77,78 @@ class ResidentModel:
         self.tokenizer = tokenizer
         self.kinds = layer_kinds(model.config)
         self.prompts = PromptWriter(tokenizer, name)
+        self._added_tokens = {each.content: token for token, each in tokenizer.added_tokens_decoder.items()}
+        self._has_response_template = bool(getattr(tokenizer, "response_template", None))
+        self.scheduler = Scheduler(self.forward)
         self._lock = threading.Lock()
         attention = str(model.config.get_text_config()._attn_implementation)
-        use_grouped_heads(model)
+        use_row_attention(model)
         self.end_tokens = _end_tokens(model, tokenizer)
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
-        probe = self._probe(name)
+        ids = self._probe_ids()
+        probe = self._probe(ids, name)
+        if not self._takes_rows(ids):
+            self.scheduler.max_rows = 1
         self.devices = [keys.device for keys, _ in probe]
         self.spec = _spec_of(self, probe, name, weights, attention)
 
-    def _probe(self, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _probe_ids(self) -> list[int]:
+        """Tokens for a probe, more than fit into a small sliding window."""
+        windows = [kind.window for kind in self.kinds if 0 < kind.window <= PROBE_WINDOW]
+        vocab_size = self.model.config.get_text_config().vocab_size
+        return [index % vocab_size for index in range(3, 15 + max(windows, default=0))]
+
+    def _probe(self, ids: list[int], name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of a short run, per layer: real shapes, dtypes and devices.
 
         Raises `UnsupportedLayerError` where feeding tokens in parts does not give what feeding them at once gives: such
         a model is not causal, or its cache can't be appended to.
         """
-        windows = [kind.window for kind in self.kinds if 0 < kind.window <= PROBE_WINDOW]
-        ids = [
-            index % self.model.config.get_text_config().vocab_size for index in range(3, 15 + max(windows, default=0))
-        ]
         try:
             results = []
             for sizes in ((len(ids),), (5, 1, len(ids) - 6)):
                 with self.empty_state().append(len(ids)) as tail:
                     begin = 0
                     for size in sizes:
-                        logits = self.forward(ids[begin : begin + size], tail)
+                        (logits,) = self.forward([Row(ids[begin : begin + size], tail)])
                         begin += size
                     results.append(logits.float())
                     layers = tail.seal().layers()
-            error = float((results[0] - results[1]).abs().max() / results[0].abs().max().clamp(min=1e-6))
+            error = _difference(*results)
             whole = len(layers) == len(self.kinds) and all(keys.shape[0] == 1 for keys, _ in layers)
         except Exception as caught:  # whatever a model class does with a cache that it does not understand
             raise UnsupportedLayerError(
                 f"{name!r} ({type(self.model).__name__}) does not run over a cache of full and sliding-window layers: "
                 f"{type(caught).__name__}: {caught}. Use a text edge for this model."
             ) from caught
-        tolerance = PROBE_TOLERANCE if self.model.dtype.itemsize > 2 else NARROW_PROBE_TOLERANCE
-        if not whole or not error <= tolerance:
+        if not whole or not error <= self._tolerance:
             raise UnsupportedLayerError(
                 f"{name!r} ({type(self.model).__name__}) gives other logits when its tokens are fed in parts (relative "
                 f"difference {error:.1e}): it is not causal, or its cache can't be appended to"
             )
         return layers
+
+    def _takes_rows(self, ids: list[int]) -> bool:
+        """Whether several sequences in one call give what they give alone; where not, they run one after another."""
+        begun: tuple[tuple[list[int], list[int]], ...] = ((ids[:-1], ids[-1:]), (ids[:4], ids[4:7]), ([], ids[2:5]))
+        try:
+            alone, rows = [], []
+            for before, new in begun:
+                tail = self.empty_state().append(len(ids))
+                if before:
+                    self.forward([Row(before, tail)])
+                alone.append(self.forward([Row(new, tail)]))
+                tail.rewind(len(before))
+                rows.append(Row(new, tail))
+            return _difference(torch.cat(alone).float(), self.forward(rows).float()) <= self._tolerance
+        except Exception:  # noqa: BLE001 - whatever a model class does with rows that it does not understand
+            return False
+
+    @property
+    def _tolerance(self) -> float:
+        return PROBE_TOLERANCE if self.model.dtype.itemsize > 2 else NARROW_PROBE_TOLERANCE
 
     @property
     def device(self) -> torch.device:
@@ -139,31 +173,44 @@ class ResidentModel:
                 f"{self.spec.vocab_size} tokens; the handle was not made for it"
             )
 
-    def prefill(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Makes constraints for answers."""
+        shape = shape_of(self.prompts.template.call_text, template.MARK)
+        return GrammarCompiler(self.tokenizer, self.end_tokens, shape)
+
+    def answer_marks(self, framing: Framing) -> frozenset[int]:
+        """Token ids, special ones among them, that mean something to `answer_reader`."""
+        if self._has_response_template:
+            return frozenset(self.tokenizer.added_tokens_decoder) - self.end_tokens
+        marks = REASONING_MARKS | CALL_MARKS if framing.tools else REASONING_MARKS
+        return frozenset(token for text, token in self._added_tokens.items() if text in marks)
+
+    def answer_reader(self, prompt: bytes, framing: Framing, source: str) -> Reader:
+        """What tells text, reasoning and tool calls apart in the answer to a prompt of packed tokens."""
+        seed = hashlib.sha256(source.encode() + b"\0" + prompt).digest()
+        beginning = self.prompts.decode_end(prompt)
+        if self._has_response_template:
+            parser = self.tokenizer.get_response_parser(prefix=beginning, tools=[*framing.tools] or None)
+            return TemplateReader(parser, seed)
+        return MarkReader([tool["function"]["name"] for tool in framing.tools], beginning, seed)
+
+    def prefill(self, ids: Sequence[int], tail: KVTail, lane: Lane) -> torch.Tensor:
         """Feed `ids` behind a tail, in chunks; the logits after the last one, shape (vocab,).
 
         Returns when the device is done, so that its time and its errors are this call's.
         Raises `ContextLengthError` before anything is computed where the sequence would be longer than the model takes.
         """
         self.check_length(tail.num_tokens + len(ids))
-        for begin in range(0, len(ids), PREFILL_CHUNK):
-            logits = self.forward(ids[begin : begin + PREFILL_CHUNK], tail)
+        begin = 0
+        while begin < len(ids):
+            end = begin + lane.chunk
+            logits = lane.feed(ids[begin:end], tail)
+            begin = end
         logits[0].item()
         return logits
 
-    @torch.no_grad()
-    def forward(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
-        """One model call on `ids` behind a tail, with a mask over the whole length; logits after the last, (vocab,)."""
-        suffix = torch.tensor([ids], device=self.device)
-        mask = torch.ones((1, tail.num_tokens + len(ids)), dtype=torch.long, device=self.device)
-        arguments: dict[str, Any] = {self.cache_argument: tail.cache, "use_cache": True}
-        if self._keeps_logits:
-            arguments["logits_to_keep"] = 1
-        with self._lock:
-            output = self.model(input_ids=suffix, attention_mask=mask, **arguments)
-        return output.logits[0, -1]
-
-    def decode(self, logits: torch.Tensor, tail: KVTail, sampler: Sampler, limit: int) -> Iterator[int]:
+    def decode(self, logits: torch.Tensor, tail: KVTail, sampler: Sampler, limit: int, lane: Lane) -> Iterator[int]:
         """Sample up to `limit` tokens behind a tail; `logits` follow its last token. End tokens do not end it.
 
         The last token yielded is not in the cache: it is the pending one, fed by whoever goes on.
@@ -174,7 +221,40 @@ class ResidentModel:
             token = sampler.pick(logits)
             yield token
             if remaining > 1:
-                logits = self.forward([token], tail)
+                logits = lane.feed([token], tail)
+
+    def forward(self, rows: Sequence[Row]) -> torch.Tensor:
+        """One model call on the new tokens of several sequences; logits after the last of each, (rows, vocab)."""
+        return self._forward_alone(*rows[0]) if len(rows) == 1 else self._forward_rows(rows)
+
+    def _forward_alone(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
+        """With a mask over the whole length, as transformers itself runs one sequence."""
+        mask = torch.ones((1, tail.num_tokens + len(ids)), dtype=torch.long, device=self.device)
+        return self._run(tail.cache, ids, -1, attention_mask=mask)
+
+    def _forward_rows(self, rows: Sequence[Row]) -> torch.Tensor:
+        """With the sequences side by side, each at its own positions; `row_attention` keeps them apart."""
+        sizes = [len(row.ids) for row in rows]
+        positions = [at for ids, tail in rows for at in range(tail.num_tokens, tail.num_tokens + len(ids))]
+        return self._run(
+            KVRows([row.tail for row in rows], sizes).cache,
+            [token for row in rows for token in row.ids],
+            [end - 1 for end in itertools.accumulate(sizes)],
+            position_ids=torch.tensor([positions], device=self.device),
+            attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),  # 4-d: taken as it is
+        )
+
+    @torch.no_grad()
+    def _run(self, cache: Any, ids: Sequence[int], wanted: int | list[int], **arguments: Any) -> torch.Tensor:
+        """Logits at the `wanted` indices of `ids`, (wanted, vocab)."""
+        at = torch.tensor([wanted] if isinstance(wanted, int) else wanted, device=self.device)
+        arguments[self.cache_argument] = cache
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = 1 if isinstance(wanted, int) else at
+        with self._lock:
+            output = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=True, **arguments)
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps_logits else logits[at]
 
 
 _resident: dict[ModelKey, ResidentModel] = {}
@@ -256,6 +336,11 @@ def _default_device() -> str:
 def _default_dtype(device: str) -> str:
     """The checkpoint's own dtype on an accelerator; float32 on a CPU, where narrower types are slower."""
     return "float32" if device == "cpu" else "auto"
+
+
+def _difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    return float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
 def _config_digest(config: PreTrainedConfig) -> str:

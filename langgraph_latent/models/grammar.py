@@ -1,0 +1,160 @@
+"""Constrained decoding: only tokens that keep an answer within a JSON schema, by llguidance (the extra `grammar`).
+
+It knows schemas, shapes of tool calls and logits; not which answer needs them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.logits_process import LogitsProcessor
+
+from langgraph_latent.errors import ConfigError, MissingExtraError
+from langgraph_latent.models.answer import Shape
+
+STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as `json.dumps` writes it. With free white space a weak model writes blanks until its tokens are used up."""
+
+
+def has_grammars() -> bool:
+    """Whether the extra `grammar` is installed."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def check_grammars() -> None:
+    """Raise `MissingExtraError` where the extra `grammar` is not installed."""
+    if not has_grammars():
+        raise MissingExtraError(
+            "structured output and a forced tool choice need constrained decoding: "
+            "pip install 'langgraph-latent[grammar]'"
+        )
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """A grammar rule for JSON of a schema. Objects take no properties but those declared, unless the schema says so."""
+    return f"%json {json.dumps({**_closed(schema), 'x-guidance': STYLE})}"
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = {name: value if name == "allOf" else _closed(value) for name, value in schema.items()}
+    if isinstance(schema.get("properties"), Mapping) and schema.get("type") == "object":
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+class Constraint(NamedTuple):
+    """What an answer must be: one call of one of `tools`, or JSON of `schema`; with both, either."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    schema: Mapping[str, Any] | None = None
+
+
+class GrammarCompiler:
+    """Makes logits processors for one model.
+
+    The tokenizer's preparation takes about a second and is done on first use.
+
+    Args:
+        shape: how calls are written.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Iterable[int], shape: Shape) -> None:
+        self._tokenizer = tokenizer
+        self._end_tokens = sorted(end_tokens)
+        self._shape = shape
+        self._lock = threading.Lock()
+        self._prepared: Any = None
+
+    def compile(self, constraint: Constraint, after: str = "") -> GrammarProcessor:
+        """What keeps one answer within a constraint, from behind the text `after` on, where that is one token.
+
+        Raises `ConfigError` for a schema that can't be enforced, and `MissingExtraError`.
+        """
+        check_grammars()
+        import llguidance
+
+        with self._lock:
+            if self._prepared is None:
+                self._prepared = self._prepare()
+        grammar = llguidance.LLMatcher.grammar_from_lark(self._rules(constraint))
+        matcher = llguidance.LLMatcher(self._prepared, grammar, log_level=0)
+        if matcher.is_error():
+            reason = matcher.get_error().partition("<state>")[0].strip()
+            raise ConfigError(f"this schema can't be enforced while decoding: {reason}")
+        return GrammarProcessor(matcher, self._prepared.vocab_size, self._added_token(after))
+
+    def _prepare(self) -> Any:
+        import llguidance.hf
+
+        tokenizer: Any = self._tokenizer
+        try:
+            return llguidance.hf.from_tokenizer(tokenizer, eos_token=self._end_tokens)
+        except ValueError as error:
+            raise ConfigError(f"constrained decoding is not possible with this model's tokenizer: {error}") from error
+
+    def _rules(self, constraint: Constraint) -> str:
+        """A constraint in llguidance's grammar language."""
+        tools, schema = constraint
+        rules = ["start: " + " | ".join(["call"] * bool(tools) + ["answer"] * (schema is not None))]
+        if schema is not None:
+            rules.append(f"answer: {json_rule(schema)}")
+        if not tools:
+            return "\n".join(rules)
+        shape = self._shape
+        space = '"\\n"' if shape.end else ""  # around what stands between two marks
+        names = " | ".join(f"call_{index}" for index in range(len(tools)))
+        rules.append(f"call: {self._mark(shape.begin)} {space} ({names}) {space} {self._mark(shape.end)}")
+        for index, function in enumerate(tool["function"] for tool in tools):
+            head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{shape.arguments_key}": ')
+            rules.append(f'call_{index}: {head} arguments_{index} "}}"')
+            rules.append(f"arguments_{index}: {json_rule(function.get('parameters') or {'type': 'object'})}")
+        return "\n".join(rules)
+
+    def _mark(self, mark: str) -> str:
+        """A mark in the grammar's words: the one token that it is, or its letters."""
+        token = self._added_token(mark)
+        return json.dumps(mark, ensure_ascii=False) * bool(mark) if token is None else f"<[{token}]>"
+
+    def _added_token(self, text: str) -> int | None:
+        token = self._tokenizer.get_vocab().get(text)
+        return token if token in self._tokenizer.added_tokens_decoder else None
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Forbids every token that leaves a grammar; for one answer."""
+
+    def __init__(self, matcher: Any, vocab_size: int, after: int | None) -> None:
+        self._matcher = matcher
+        self._mask = numpy.zeros((vocab_size + 31) // 32, dtype=numpy.int32)
+        self._after = after
+        self._num_seen: int | None = None
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """`input_ids` (1, seq) with everything so far; scores (1, vocab), -inf where forbidden."""
+        new = [] if self._num_seen is None else input_ids[0, self._num_seen :].tolist()
+        self._num_seen = input_ids.shape[1]
+        if self._after is not None:
+            if self._after not in new:
+                return scores
+            new = new[new.index(self._after) + 1 :]
+            self._after = None
+        if new:
+            self._matcher.consume_tokens(new)
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self._matcher.is_error():
+            raise ConfigError(f"the answer left its grammar: {self._matcher.get_error()}")
+        bits = numpy.unpackbits(self._mask.view(numpy.uint8), bitorder="little")[: scores.shape[-1]]
+        allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
+        allowed[: len(bits)] = torch.from_numpy(bits).bool()
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))

@@ -1,0 +1,238 @@
+"""Which requests share the next model call. It knows token ids, tails and clocks; not what an answer is.
+
+There is no thread of its own: every request brings one and blocks in `Lane.feed` until its logits are there. Whoever
+finds the model idle runs the next call for everyone who waits, oldest request first. So requests join and leave between
+any two tokens, and one whose reader has stopped reading holds nobody up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from langgraph_latent.errors import QueueFullError, RequestTimeoutError
+from langgraph_latent.kv.state import KVTail
+
+MAX_ROWS = 16
+"""Requests in one model call."""
+PATIENCE_RATIO = 0.25
+"""How long a call waits for requests that have just got a token, as a part of the last call's time."""
+ALONE_CHUNK, SHARED_CHUNK = 2048, 128
+"""Tokens of a prompt in one call, for a request alone on the model and beside others, who wait as long for a token."""
+
+
+RETRY_S = 1.0
+
+
+class Limits(NamedTuple):
+    """What a request puts up with.
+
+    Attributes:
+        max_queue: requests under way before it; None for any number.
+        max_retries: how many times it waits `RETRY_S` seconds for one of them to end.
+        timeout: seconds until it must be done, in all.
+    """
+
+    max_queue: int | None = None
+    max_retries: int = 0
+    timeout: float | None = None
+
+
+class Row(NamedTuple):
+    """New tokens of one sequence, and the tail that they are fed behind."""
+
+    ids: Sequence[int]
+    tail: KVTail
+
+
+class Scheduler:
+    """Batches the rows of concurrent requests on one model. Safe in threads.
+
+    Args:
+        run: one model call; logits after the last token of each row, (rows, vocab).
+        max_rows: rows in one call; 1 where the model can't take more.
+    """
+
+    def __init__(self, run: Callable[[Sequence[Row]], torch.Tensor], max_rows: int = MAX_ROWS) -> None:
+        self.max_rows = max_rows
+        self._run = run
+        self._changed = threading.Condition()
+        self._lanes: list[Lane] = []
+        self._waiting: list[_Step] = []
+        self._is_busy = False
+        self.patience = 0.0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests under way."""
+        return len(self._lanes)
+
+    def lane(self, limits: Limits | None = None) -> Lane:
+        """A lane for one request, to be closed. Raises `QueueFullError` where too many are under way for its limits."""
+        max_queue, max_retries, timeout = limits or Limits()
+        lane = Lane(self, timeout)
+        with self._changed:
+            if max_queue is not None and not self._changed.wait_for(
+                lambda: len(self._lanes) < max_queue, timeout=min(max_retries * RETRY_S, lane.seconds_left)
+            ):
+                raise QueueFullError(
+                    f"{len(self._lanes)} requests are under way on this model and max_queue is {max_queue}; ask again "
+                    "later, or raise max_queue"
+                )
+            self._lanes.append(lane)
+            return lane
+
+    def leave(self, lane: Lane) -> None:
+        """End a lane; nobody waits for it any more."""
+        with self._changed:
+            if lane in self._lanes:
+                self._lanes.remove(lane)
+                self._changed.notify_all()
+
+    def feed(self, step: _Step) -> torch.Tensor:
+        """Wait until a step is done, leading model calls while the model is idle; its logits, (vocab,)."""
+        with self._changed:
+            self._waiting.append(step)
+            self._changed.notify_all()
+        while batch := self._next_batch(step):
+            self._lead(batch)
+        assert step.outcome is not None
+        if isinstance(step.outcome, Exception):
+            raise step.outcome
+        return step.outcome
+
+    def _next_batch(self, step: _Step) -> list[_Step]:
+        """The steps that the caller is to run next, as soon as it is its turn to lead; none when `step` is done."""
+        with self._changed:
+            try:
+                while step.outcome is None:
+                    is_waiting = step in self._waiting
+                    pause = math.inf if self._is_busy else self._pause()
+                    if pause <= 0:
+                        return self._take()
+                    if is_waiting:
+                        step.lane.check_time()
+                        pause = min(pause, step.lane.seconds_left)
+                    self._changed.wait(None if pause == math.inf else pause)
+            except BaseException:
+                if step in self._waiting:
+                    self._waiting.remove(step)
+                raise
+            return []
+
+    def _pause(self) -> float:
+        """Seconds that the next call should still wait for requests that have just got a token."""
+        if len(self._waiting) >= self.max_rows:
+            return 0
+        here = {step.lane for step in self._waiting}
+        ends = (lane.served_at + self.patience for lane in self._lanes if lane.is_prompt and lane not in here)
+        return max(ends, default=0) - time.monotonic()
+
+    def _take(self) -> list[_Step]:
+        self._waiting.sort(key=lambda step: step.lane.number)
+        batch, self._waiting = self._waiting[: self.max_rows], self._waiting[self.max_rows :]
+        self._is_busy = True
+        return batch
+
+    def _lead(self, batch: list[_Step]) -> None:
+        begin = time.monotonic()
+        outcomes: list[torch.Tensor | Exception] = []
+        try:
+            outcomes = self._outcomes([step.row for step in batch])
+        finally:
+            with self._changed:
+                now = time.monotonic()
+                self.patience = PATIENCE_RATIO * (now - begin)
+                for step, outcome in zip(batch, outcomes, strict=False):
+                    step.outcome, step.lane.served_at = outcome, now
+                self._waiting += batch[len(outcomes) :]  # this thread was interrupted: somebody else runs them
+                self._is_busy = False
+                self._changed.notify_all()
+
+    def _outcomes(self, rows: Sequence[Row]) -> list[torch.Tensor | Exception]:
+        """Logits per row, or the error of the row that fails alone too."""
+        lengths = [row.tail.num_tokens for row in rows]
+        is_done = False
+        try:
+            outcomes = list(self._run(rows))
+            is_done = True
+            return [*outcomes]
+        except Exception as error:  # noqa: BLE001 - raised in the thread whose row it is
+            if len(rows) == 1:
+                return [error]
+        finally:
+            if not is_done:
+                for row, length in zip(rows, lengths, strict=True):
+                    row.tail.rewind(length)
+        return [outcome for row in rows for outcome in self._outcomes([row])]
+
+
+class Lane:
+    """One request's way to the model, as a context manager.
+
+    Attributes:
+        served_at: when its last logits were there; for the scheduler.
+        is_prompt: whether it came back at once after them; for the scheduler.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, scheduler: Scheduler, timeout: float | None) -> None:
+        self.number = next(self._numbers)
+        self.served_at = -math.inf
+        self.is_prompt = True
+        self._scheduler = scheduler
+        self._timeout = timeout
+        self._deadline = math.inf if timeout is None else time.monotonic() + timeout
+
+    @property
+    def seconds_left(self) -> float:
+        return self._deadline - time.monotonic()
+
+    @property
+    def chunk(self) -> int:
+        """How many tokens to feed in one call."""
+        return ALONE_CHUNK if self._scheduler.num_requests < 2 else SHARED_CHUNK
+
+    def check_time(self) -> None:
+        """Raise `RequestTimeoutError` where the request's time is over."""
+        if self.seconds_left <= 0:
+            raise RequestTimeoutError(
+                f"the request was not done after {self._timeout} s, with {self._scheduler.num_requests} under way on "
+                "this model; raise `timeout`, ask for fewer tokens, or run fewer requests at a time"
+            )
+
+    def feed(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
+        """Logits after `ids` behind a tail, (vocab,). Raises what the model call raises, and `RequestTimeoutError`."""
+        self.check_time()
+        self.is_prompt = time.monotonic() - self.served_at <= self._scheduler.patience
+        return self._scheduler.feed(_Step(self, Row(ids, tail)))
+
+    def close(self) -> None:
+        self._scheduler.leave(self)
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Step:
+    """A row that waits for its model call; then its logits, or why there are none."""
+
+    __slots__ = ("lane", "row", "outcome")
+
+    def __init__(self, lane: Lane, row: Row) -> None:
+        self.lane = lane
+        self.row = row
+        self.outcome: torch.Tensor | Exception | None = None

@@ -1,0 +1,304 @@
+"""One model's chat template: what it can say, found out by trying, and messages put so that it can say them.
+
+Many templates refuse or silently drop what a graph sends: a system message, tools, tool results, two messages of one
+role in a row. Each such thing has one documented rendering here, used only where the template needs it and named in
+the result. It knows text; not token ids.
+
+| code | what happens where the template can't say it |
+|---|---|
+| `tool_calls_as_text` | an assistant's calls follow its text, as JSON in `<tool_call>` tags |
+| `tool_results_as_user` | a tool's result is a user message in `<tool_response>` tags |
+| `tools_in_system` | the tools' JSON schemas and how to call them end the system message |
+| `system_in_user` | the system message leads the first user message |
+| `late_system_as_user` | a system message behind the first message is a user message |
+| `roles_merged` | neighbours of one role become one message, an empty line between them |
+| `short_call_ids` | tool call ids become nine letters and digits, as Mistral's templates demand |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from jinja2.exceptions import TemplateError as JinjaError
+from transformers import PreTrainedTokenizerBase
+
+from langgraph_latent.errors import TemplateError
+from langgraph_latent.handle import Message
+
+MARK, OTHER_MARK = "latentmarkone", "latentmarktwo"
+"""Words in a probe of the template, so that it can be seen what became of them."""
+USER: Message = {"role": "user", "content": "hello"}
+TOOLS_TEXT = """# Tools
+
+You may call one or more functions. Their signatures are within <tools></tools> tags:
+<tools>
+{tools}
+</tools>
+
+To call a function, answer with its name and arguments as a JSON object within <tool_call></tool_call> tags:
+<tool_call>
+{{"name": <function name>, "arguments": <arguments as a JSON object>}}
+</tool_call>"""
+
+
+class Framing(NamedTuple):
+    """What a template is told beside the messages: tools as JSON schemas (OpenAI's form), and options of its own."""
+
+    tools: Sequence[dict[str, Any]] = ()
+    options: Mapping[str, Any] = {}
+
+
+class Adapted(NamedTuple):
+    """Messages and tools as a template can say them, and the codes of what was changed for it."""
+
+    messages: list[Message]
+    tools: Sequence[dict[str, Any]]
+    changes: tuple[str, ...]
+
+
+class ChatTemplate:
+    """A tokenizer's chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        self._tokenizer = tokenizer
+        self._name = name
+
+    def render(self, messages: Sequence[Message], framing: Framing, *, reply: bool) -> str:
+        """The prompt text, adapted where need be; with `reply` it ends where the assistant's answer begins.
+
+        Raises `TemplateError` where there is no template or it refuses the messages even so.
+        """
+        messages, tools, _ = self.adapt(messages, framing.tools)
+        return self._render(messages, tools, framing.options, reply)
+
+    def adapt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Adapted:
+        """Messages and tools as this template can say them; unchanged where it can say all of it."""
+        told = [*messages]
+        changes = []
+
+        def change(code: str, by: Callable[[list[Message]], list[Message]]) -> None:
+            nonlocal told
+            told = by(told)
+            changes.append(code)
+
+        has_calls = any(message.get("tool_calls") for message in told)
+        if has_calls and not self._call_arguments:
+            change("tool_calls_as_text", _calls_as_text)
+        elif has_calls and self._call_arguments is str:
+            told = _arguments_as_text(told)
+        if any(message["role"] == "tool" for message in told) and not self._tells_results:
+            change("tool_results_as_user", _results_as_user)
+        if any(_is_long_id(each) for each in told) and not self._takes_long_ids and self._call_arguments:
+            change("short_call_ids", _with_short_ids)
+        if tools and not self.tells_tools:
+            text = TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+            change("tools_in_system", lambda each: _with_system(each, text))
+            tools = ()
+        if any(message["role"] == "system" for message in told[1:]) and not self._tells_late_system:
+            change("late_system_as_user", _late_system_as_user)
+        if told and told[0]["role"] == "system" and not self._tells_system:
+            change("system_in_user", _system_in_user)
+        if any(_are_alike(*pair) for pair in itertools.pairwise(told)) and not self._tells_repeats:
+            change("roles_merged", _merge_roles)
+        return Adapted(told, tools, tuple(changes))
+
+    @cached_property
+    def tells_tools(self) -> bool:
+        """Whether the template itself shows tools to the model."""
+        return self._tells([USER], tools=[_tool(MARK)])
+
+    @cached_property
+    def call_text(self) -> str:
+        """How an assistant's call of a function `MARK` is told, with everything around it; "" where it can't be."""
+        messages = self.adapt([USER, _call(MARK, {"x": 1})]).messages
+        return self._try(messages) or ""
+
+    # -- what the template can say; each is asked once, when it first matters --------------------------------------
+
+    @cached_property
+    def _tells_system(self) -> bool:
+        return self._tells([{"role": "system", "content": MARK}, USER])
+
+    @cached_property
+    def _tells_late_system(self) -> bool:
+        return self._tells([USER, {"role": "system", "content": MARK}, USER])
+
+    @cached_property
+    def _tells_repeats(self) -> bool:
+        """Whether two messages of one role in a row are both told."""
+        users = [{"role": "user", "content": mark} for mark in (MARK, OTHER_MARK)]
+        answers = [{"role": "assistant", "content": mark} for mark in (MARK, OTHER_MARK)]
+        return self._tells(users, OTHER_MARK) and self._tells([USER, *answers, USER], OTHER_MARK)
+
+    @cached_property
+    def _call_arguments(self) -> type | None:
+        """The form in which the template takes a call's arguments: dict, str (JSON), or None: it tells no calls."""
+        for arguments in ({MARK: 1}, json.dumps({MARK: 1})):
+            if self._tells([USER, _call(OTHER_MARK, arguments), _result("42"), USER], OTHER_MARK):
+                return type(arguments)
+        return None
+
+    @cached_property
+    def _tells_results(self) -> bool:
+        return self._tells([USER, self._known_call, _result(MARK), USER])
+
+    @cached_property
+    def _takes_long_ids(self) -> bool:
+        messages = [USER, self._known_call, _result(MARK), USER]
+        return self._tells([{**message, **_with_id(message, "call_0123456789abcdef")} for message in messages])
+
+    @property
+    def _known_call(self) -> Message:
+        arguments: Any = {"x": 1}
+        return _call("f", json.dumps(arguments) if self._call_arguments is str else arguments)
+
+    def _tells(self, messages: list[Message], also: str = MARK, tools: Sequence[dict[str, Any]] = ()) -> bool:
+        text = self._try(messages, tools)
+        return text is not None and MARK in text and also in text
+
+    def _try(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str | None:
+        try:
+            return self._render(messages, tools, {}, reply=False)
+        except TemplateError:
+            return None
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], options: Mapping[str, Any], reply: bool
+    ) -> str:
+        if not self._tokenizer.chat_template:
+            raise TemplateError(
+                f"{self._name!r} has no chat template; pass an instruction-tuned model, or save a chat_template.jinja "
+                "in its folder"
+            )
+        try:
+            text: Any = self._tokenizer.apply_chat_template(
+                [*messages], tools=[*tools] or None, tokenize=False, add_generation_prompt=reply, **options
+            )
+        except (JinjaError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TemplateError(
+                f"the chat template of {self._name!r} refuses these messages (roles: {roles}): {error}"
+            ) from error
+        if not text:
+            raise TemplateError(f"the chat template of {self._name!r} renders nothing for these messages")
+        return str(text)
+
+
+def call_as_text(name: str, arguments: Any) -> str:
+    """A tool call in the form that `TOOLS_TEXT` asks for."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def _tool(name: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"x": {"type": "integer", "description": "x"}}, "required": ["x"]}
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
+
+
+def _call(name: str, arguments: Any) -> Message:
+    call = {"type": "function", "id": "abcdef123", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _result(text: str) -> Message:
+    return {"role": "tool", "name": "f", "tool_call_id": "abcdef123", "content": text}
+
+
+def _calls_as_text(messages: list[Message]) -> list[Message]:
+    return [_call_as_text(message) if message.get("tool_calls") else message for message in messages]
+
+
+def _call_as_text(message: Message) -> Message:
+    calls = [call["function"] for call in message["tool_calls"]]
+    parts = [message["content"], *(call_as_text(call["name"], call["arguments"]) for call in calls)]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "\n".join(part for part in parts if part)}
+
+
+def _arguments_as_text(messages: list[Message]) -> list[Message]:
+    def told(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        {**message, "tool_calls": [told(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _results_as_user(messages: list[Message]) -> list[Message]:
+    return [
+        {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def _with_system(messages: list[Message], text: str) -> list[Message]:
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _late_system_as_user(messages: list[Message]) -> list[Message]:
+    late = [{**each, "role": "user"} if each["role"] == "system" else each for each in messages[1:]]
+    return [messages[0], *late]
+
+
+def _system_in_user(messages: list[Message]) -> list[Message]:
+    system, *rest = messages
+    if rest and rest[0]["role"] == "user":
+        return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
+    return [{**system, "role": "user"}, *rest]
+
+
+def _are_alike(first: Message, second: Message) -> bool:
+    return bool(first["role"] == second["role"] != "tool")
+
+
+def _merge_roles(messages: list[Message]) -> list[Message]:
+    merged: list[Message] = []
+    for message in messages:
+        if merged and _are_alike(merged[-1], message):
+            last = merged[-1]
+            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+            content = "\n\n".join(part for part in (last["content"], message["content"]) if part)
+            merged[-1] = {**last, **message, "content": content, **({"tool_calls": calls} if calls else {})}
+        else:
+            merged.append(message)
+    return merged
+
+
+def _is_long_id(message: Message) -> bool:
+    ids = [message.get("tool_call_id"), *(call.get("id") for call in message.get("tool_calls", ()))]
+    return any(each is not None and not re.fullmatch(r"[A-Za-z0-9]{9}", each) for each in ids)
+
+
+def _with_short_ids(messages: list[Message]) -> list[Message]:
+    return [
+        {**message, **_with_id(message, lambda own: hashlib.sha256(str(own).encode()).hexdigest()[:9])}
+        for message in messages
+    ]
+
+
+def _with_id(message: Message, name: str | Callable[[Any], str]) -> Message:
+    """The fields of a message that hold tool call ids, with other ids in them."""
+
+    def new(own: Any) -> str:
+        return name if isinstance(name, str) else name(own)
+
+    fields: Message = {}
+    if "tool_call_id" in message:
+        fields["tool_call_id"] = new(message["tool_call_id"])
+    if message.get("tool_calls"):
+        fields["tool_calls"] = [{**call, "id": new(call.get("id"))} for call in message["tool_calls"]]
+    return fields
