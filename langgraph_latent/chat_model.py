@@ -96,6 +96,7 @@ class ChatLatent(BaseChatModel):
     _load_lock: Any = PrivateAttr(default_factory=threading.Lock)
     _used_key: ModelKey | None = PrivateAttr(default=None)
     _is_closed: bool = PrivateAttr(default=False)
+    _own_profile: ModelProfile | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -297,11 +298,11 @@ class ChatLatent(BaseChatModel):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
-        return LangSmithParams(**{**params, "ls_provider": "langgraph-latent", "ls_model_name": self.model})
+        return LangSmithParams(**{**params, "ls_provider": "langgraph-latent"})
 
     def _resolve_model_profile(self) -> ModelProfile:
         """What the chat model can do; `max_input_tokens` follows when the model is loaded."""
-        return ModelProfile(
+        self._own_profile = ModelProfile(
             text_inputs=True,
             image_inputs=False,
             audio_inputs=False,
@@ -313,6 +314,7 @@ class ChatLatent(BaseChatModel):
             structured_output=has_grammars(),
             temperature=True,
         )
+        return self._own_profile
 
     def batch(
         self, inputs: list[Any], config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
@@ -496,7 +498,13 @@ class ChatLatent(BaseChatModel):
                 workspace = self.workspace or LatentWorkspace.default()
                 workspace.use_model(self._key)
                 self._owner = workspace
+                self._complete_profile(workspace.model(self._key).spec)
             return self._owner
+
+    def _complete_profile(self, spec: ModelSpec) -> None:
+        """Put the model's length into the profile, unless the user gave one."""
+        if self._own_profile is not None and self.profile is self._own_profile and spec.max_positions:
+            self.profile = self._own_profile = {**self._own_profile, "max_input_tokens": spec.max_positions}
 
 
 def _schema_of(response_format: Any) -> Mapping[str, Any] | None:

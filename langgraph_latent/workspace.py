@@ -317,8 +317,8 @@ class LatentWorkspace:
         state = self._find(receiver, handle.tokens, handle.num_tokens) or receiver.empty_state()
         if missing := unpack_tokens(handle.tokens[state.num_tokens * TOKEN_BYTES :]):
             self.emit(Rebuilt(handle=handle.id, model=handle.model, num_tokens=len(missing), reason="not in the pool"))
-            with receiver.scheduler.lane() as lane, state.append(handle.num_tokens) as tail:
-                receiver.prefill(missing, tail, lane)
+            with state.append(handle.num_tokens) as tail:
+                receiver.prefill(missing, tail)
                 state = tail.seal()
         return state
 

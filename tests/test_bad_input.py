@@ -97,8 +97,8 @@ def test_a_template_that_refuses_the_order_of_messages_is_named(
 ) -> None:
     """Field case 8."""
     chat = ChatLatent(model=str(tiny_folder("llama", template=ALTERNATING)), workspace=ws, max_tokens=4)
-    with pytest.raises(TemplateError, match=r"roles: user, user.*must alternate"):
-        chat.invoke([HumanMessage("one"), HumanMessage("two")])
+    with pytest.raises(TemplateError, match=r"roles: assistant, user.*must alternate"):
+        chat.invoke([AIMessage("one"), HumanMessage("two")])
     handle = chat.handle(chat.invoke([HumanMessage("one")]))
     assert (
         chat.invoke([HumanMessage("two")], inherit=handle).text

@@ -21,7 +21,7 @@ from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.compat import Level, compare
 from langgraph_latent.errors import ContextLengthError, LatentError, ModelLoadError
 from langgraph_latent.events import Loaded
-from langgraph_latent.models import digest, resident
+from langgraph_latent.models import digest, resident, scheduler
 from langgraph_latent.models.digest import weights_digest
 from langgraph_latent.models.resident import ModelKey, ResidentModel, acquire, num_resident, release
 
@@ -450,7 +450,7 @@ def test_prefill_in_chunks_is_prefill_in_one_pass(
     ids = torch.randint(3, 300, (100,), generator=torch.Generator().manual_seed(3)).tolist()
     with torch.no_grad():
         whole = model.model(torch.tensor([ids])).logits[0, -1]
-    monkeypatch.setattr(resident, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(scheduler, "ALONE_CHUNK", chunk)
     with model.empty_state().append(len(ids)) as tail:
         logits = model.prefill(ids, tail)
         state = tail.seal()

@@ -39,11 +39,14 @@ LAYERS = [
     "models",
     "models.digest",
     "models.sampling",
+    "models.template",
+    "models.answer",
+    "models.grammar",
     "models.prompt",
     "models.probe",
     "models.attention",
-    "models.resident",
     "models.scheduler",
+    "models.resident",
     "pool",
     "pool.budget",
     "pool.policies",
@@ -59,6 +62,8 @@ LAYERS = [
     "workspace",
     "turn",
     "channel",
+    "threads",
+    "messages",
     "chat_model",
     "node",
     "testing",
@@ -81,9 +86,9 @@ TORCH_FREE = [*PLAIN, "channel", "tracer", "pool.policies", "pool.prefix", "pool
 OUTSIDE = ("demo", "cli", "testing", "__main__")  # may use what they show or fake
 DOORS = {
     "langgraph": {"channel", "node"},
-    "langchain_core": {"chat_model", "node"},
+    "langchain_core": {"chat_model", "messages", "node"},
     "transformers.cache_utils": {"kv.state"},
-    "transformers.generation": {"models.sampling", "turn"},
+    "transformers.generation": {"models.grammar", "models.sampling", "turn"},
     "safetensors": {"kv.codec", "models.digest"},
 }
 PUBLIC = [

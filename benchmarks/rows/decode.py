@@ -57,7 +57,7 @@ class Case:
         ends = NoEnd(sorted(model.end_tokens))
         sampler = Sampler(settings, model.model.generation_config, model.device, prompt, [ends])
         with self._state.append(len(self._ids)) as tail:
-            logits = model.forward(self._ids[-1:], tail)
+            logits = model.prefill(self._ids[-1:], tail)
             tokens = list(model.decode(logits, tail, sampler, self._num_tokens))
             self.moves += storage(tail.seal()) != before
         return tokens

@@ -65,7 +65,7 @@ class Shape(NamedTuple):
         begin: what opens it; "" for calls without a mark, which must be the whole answer and name a known tool.
         end: what closes it; "" where it reaches to the answer's end.
         read: the calls in what stands between; raises `ValueError` where there are none.
-        arguments_key: under which key a call's JSON object has the arguments.
+        arguments_key: under which key a call's JSON object has the arguments; "" where a call is none.
     """
 
     begin: str
@@ -73,13 +73,37 @@ class Shape(NamedTuple):
     read: Callable[[str], list[Named]]
     arguments_key: str = "arguments"
 
+    def calls(self, text: str) -> list[Named]:
+        """The calls in a text. Raises `ValueError` where there are none, or none that a checkpoint can keep."""
+        try:
+            calls = self.read(text)
+            json.dumps(calls, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        return calls
+
+
+def _integer(text: str) -> int:
+    value = int(text)
+    if not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(f"{text} has more than 64 bits")
+    return value
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+JSON = json.JSONDecoder(parse_int=_integer, parse_constant=_no_number)
+"""Reads what a checkpoint can keep."""
+
 
 def _json_calls(text: str) -> list[Named]:
     """JSON objects (a list of them, or one after another), `name` or `function` with `arguments` or `parameters`."""
-    decoder, values, at = json.JSONDecoder(), [], 0
+    values, at = [], 0
     while rest := text[at:].lstrip(" \t\r\n;,"):
         at = len(text) - len(rest)
-        value, size = decoder.raw_decode(rest)
+        value, size = JSON.raw_decode(rest)
         values += value if isinstance(value, list) else [value]
         at += size
     if not values:
@@ -96,7 +120,7 @@ def _json_call(value: Any) -> Named:
     name = value.get("name", inner)
     arguments: Any = next((value[key] for key in ("arguments", "parameters", "args") if key in value), {})
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = JSON.decode(arguments)
     if not isinstance(name, str) or not name:
         raise ValueError("a call has no name")
     if not isinstance(arguments, dict):
@@ -105,8 +129,15 @@ def _json_call(value: Any) -> Named:
 
 
 def _tagged_calls(text: str) -> list[Named]:
-    """JSON, or `<function=name><parameter=key>value</parameter></function>` as some models write in the same tags."""
-    return _function_calls(text) if "<function=" in text else _json_calls(text)
+    """JSON, or what some models write in the same tags: `<function=name><parameter=key>value</parameter></function>`
+    (Qwen3-Coder), or a name and then `<arg_key>key</arg_key><arg_value>value</arg_value>` (GLM)."""
+    if "<function=" in text:
+        return _function_calls(text)
+    name, mark, _ = text.partition("<arg_key>")
+    if not mark:
+        return _json_calls(text)
+    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", text, re.DOTALL)
+    return [Named(name.strip(), {key.strip(): _value(value) for key, value in pairs})]
 
 
 def _function_calls(text: str) -> list[Named]:
@@ -119,7 +150,7 @@ def _function_calls(text: str) -> list[Named]:
 def _function_arguments(body: str) -> dict[str, Any]:
     parameters = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
     if not parameters and body.strip():
-        arguments = json.loads(body)
+        arguments = JSON.decode(body)
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no JSON object")
         return arguments
@@ -129,7 +160,7 @@ def _function_arguments(body: str) -> dict[str, Any]:
 def _value(text: str) -> Any:
     """A parameter's value: JSON where it is that, else the text itself."""
     try:
-        return json.loads(text)
+        return JSON.decode(text)
     except ValueError:
         return text
 
@@ -138,12 +169,12 @@ def _mistral_calls(text: str) -> list[Named]:
     """A JSON list, or `name{...}`, `name[ARGS]{...}` one after another."""
     if text.lstrip().startswith(("[", "{")):
         return _json_calls(text)
-    calls, rest, decoder = [], text.strip(), json.JSONDecoder()
-    while rest:
+    calls, rest = [], text.strip()
+    while rest or not calls:
         found = re.match(r"(?:\[TOOL_CALLS\])?\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)", rest)
         if not found:
             raise ValueError("expected a function's name and its arguments")
-        arguments, size = decoder.raw_decode(rest[found.end() :])
+        arguments, size = JSON.raw_decode(rest[found.end() :])
         calls.append(Named(found[1], arguments))
         rest = rest[found.end() + size :].lstrip(" \t\r\n,;")
     return calls
@@ -171,8 +202,8 @@ SHAPES = (
     Shape("<tool_call>", "</tool_call>", _tagged_calls),  # Qwen, Hermes, SmolLM3, GLM, Granite and most others
     Shape("[TOOL_CALLS]", "", _mistral_calls),  # Mistral
     Shape("<|python_tag|>", "", _json_calls, "parameters"),  # Llama 3
-    Shape("<function=", "</function>", lambda text: _function_calls(f"<function={text}</function>")),  # Llama 3.1
-    Shape("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek_calls),  # DeepSeek V3, R1
+    Shape("<function=", "</function>", lambda text: _function_calls(f"<function={text}</function>"), ""),  # Llama 3.1
+    Shape("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek_calls, ""),  # DeepSeek V3, R1
     Shape("<|tool_call|>", "", _json_calls),  # Granite 3, Phi 4
     Shape("", "", _bare_calls),  # Llama 3.2, Qwen2.5-Coder: a JSON object and nothing else
 )
@@ -335,11 +366,11 @@ class MarkReader:
 
     def _bare(self, is_whole: bool) -> list[Part]:
         """An answer that begins like JSON: held back until it is whole, then calls of known tools or just text."""
-        if not is_whole and not any(shape.begin in self._rest for shape in MARKED):
+        if not is_whole:
             return []
         self._has_begun = True
         try:
-            calls = BARE.read(self._rest)
+            calls = BARE.calls(self._rest)
         except ValueError:
             return []
         if any(call.name not in self._tools for call in calls):
@@ -355,8 +386,8 @@ class MarkReader:
         self._has_begun, self._skips_space = False, True
         try:
             if shape.end and not mark:
-                json.loads(body)  # cut behind a complete call: only its closing mark is missing
-            return [self._made(call) for call in shape.read(body)]
+                JSON.decode(body)  # cut behind a complete call: only its closing mark is missing
+            return [self._made(call) for call in shape.calls(body)]
         except ValueError as error:
             return [InvalidCall(f"{shape.begin}{body}{mark}", str(error), self._next_id())]
 
@@ -371,7 +402,8 @@ class MarkReader:
 class TemplateReader:
     """Reads by a tokenizer's own response template, through transformers' parser for it.
 
-    Fields of `THINKING_FIELDS` are reasoning, `tool_calls` are calls, `content` is text.
+    Fields of `THINKING_FIELDS` are reasoning, `tool_calls` are calls, `content` is text. A call that the parser gives
+    up on is invalid, with all that comes behind it.
     """
 
     def __init__(self, parser: Any, seed: bytes) -> None:
@@ -380,35 +412,63 @@ class TemplateReader:
         self._parser = parser
         self._seed = seed
         self._num_calls = 0
+        self._text = ""
+        self._told = 0  # how much of the text the parser has told of
+        self._field, self._begin, self._said = "", 0, ""  # the region under way: where its mark begins, what it holds
+        self._error = ""
+        self._parts(parser.initial_events)
+        self._said = ""
 
     def push(self, text: str) -> list[Part]:
-        return self._parts(self._parser.feed(text))
+        parts: list[Part] = []
+        for letter in text:  # one at a time: where the parser gives up, it has told of all before
+            self._text += letter
+            if not self._error:
+                parts += self._read(lambda letter=letter: self._parser.feed(letter))  # type: ignore[misc]
+        return parts
 
     def flush(self) -> list[Part]:
+        parts = [] if self._error else self._read(lambda: self._parser.finalize()[1])
+        if self._error and self._field == "tool_calls":
+            parts.append(InvalidCall(self._text[self._begin :], self._error, self._next_id()))
+        elif self._error and self._told < len(self._text):
+            parts.append(Text(self._text[self._told :]))
+        return parts
+
+    def _read(self, events: Callable[[], Iterable[Mapping[str, Any]]]) -> list[Part]:
         try:
-            return self._parts(self._parser.finalize()[1])
-        except ValueError as error:  # a region that was cut
-            return [InvalidCall("", str(error), self._next_id())]
+            return self._parts(events())
+        except (ValueError, LookupError, RecursionError) as error:
+            self._error = str(error)
+            return []
 
     def _parts(self, events: Iterable[Mapping[str, Any]]) -> list[Part]:
         parts: list[Part] = []
+        kind = "region_open"
         for event in events:
-            field = event["field"]
-            self.is_reasoning = field in THINKING_FIELDS and event["type"] != "region_close"
-            if field == "tool_calls" and event["type"] == "region_close":
-                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                parts += [self._call(value) for value in values]
-            elif event["type"] == "region_chunk" and field == "content":
-                parts.append(Text(event["text"]))
-            elif event["type"] == "region_chunk" and field in THINKING_FIELDS:
-                parts.append(Reasoning(event["text"]))
+            field, kind = event["field"], event["type"]
+            self.is_reasoning = field in THINKING_FIELDS and kind != "region_close"
+            if kind == "region_open":
+                self._field, self._begin, self._said = field, self._told, ""
+            elif kind == "region_close" and field == "tool_calls":
+                parts += self._calls(event["value"])
+            elif kind == "region_chunk":
+                before = self._said.strip()  # white space around a region is not said
+                self._said += event["text"]
+                piece = self._said.strip()[len(before) :]
+                if piece and field == "content":
+                    parts.append(Text(piece))
+                elif piece and field in THINKING_FIELDS:
+                    parts.append(Reasoning(piece))
+        if kind != "region_open":  # else the last that came is a mark of what follows
+            self._told = len(self._text)
         return parts
 
-    def _call(self, value: Any) -> Part:
+    def _calls(self, value: Any) -> list[Part]:
         try:
-            return Call(*_json_call(value), self._next_id())
-        except ValueError as error:
-            return InvalidCall(json.dumps(value, default=str), str(error), self._next_id())
+            return [Call(*call, self._next_id()) for call in BARE.calls(json.dumps(value))]
+        except (ValueError, TypeError) as error:
+            return [InvalidCall(self._text[self._begin :], str(error), self._next_id())]
 
     def _next_id(self) -> str:
         self._num_calls += 1
@@ -416,9 +476,10 @@ class TemplateReader:
 
 
 def shape_of(told: str, name: str) -> Shape:
-    """The shape in which a template tells a call of function `name`; `BARE` where it is none that has a mark."""
+    """The shape in which a template tells a call of function `name`, of those that hold JSON; `BARE` where it is none
+    that has a mark."""
     before = told.partition(name)[0]
-    marked = [(before.rfind(shape.begin), shape) for shape in MARKED if shape.begin in before]
+    marked = [(before.rfind(shape.begin), shape) for shape in MARKED if shape.arguments_key and shape.begin in before]
     return max(marked, key=lambda pair: pair[0])[1] if marked else BARE
 
 

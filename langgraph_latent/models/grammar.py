@@ -22,6 +22,11 @@ from langgraph_latent.models.answer import Shape
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it. With free white space a weak model writes blanks until its tokens are used up."""
 
+LARGEST_INTEGER = 9 * 10**18
+"""Bound of integers whose schema names none, within 64 bits: a checkpoint keeps no larger ones."""
+AS_THEY_ARE = ("allOf", "const", "default", "enum", "examples")
+"""Parts of a schema that are not closed: what they hold must stay open, or is no schema."""
+
 
 def has_grammars() -> bool:
     """Whether the extra `grammar` is installed."""
@@ -38,7 +43,8 @@ def check_grammars() -> None:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """A grammar rule for JSON of a schema. Objects take no properties but those declared, unless the schema says so."""
+    """A grammar rule for JSON of a schema. Objects take no properties but those declared, and integers no more digits
+    than a checkpoint keeps, unless the schema says so."""
     return f"%json {json.dumps({**_closed(schema), 'x-guidance': STYLE})}"
 
 
@@ -47,9 +53,13 @@ def _closed(schema: Any) -> Any:
         return [_closed(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed = {name: value if name == "allOf" else _closed(value) for name, value in schema.items()}
-    if isinstance(schema.get("properties"), Mapping) and schema.get("type") == "object":
+    closed = {name: value if name in AS_THEY_ARE else _closed(value) for name, value in schema.items()}
+    kind = schema.get("type")
+    if isinstance(schema.get("properties"), Mapping) and kind == "object":
         closed.setdefault("additionalProperties", False)
+    if kind == "integer" or (isinstance(kind, list) and "integer" in kind and "number" not in kind):
+        closed.setdefault("minimum", -LARGEST_INTEGER)
+        closed.setdefault("maximum", LARGEST_INTEGER)
     return closed
 
 
@@ -77,7 +87,7 @@ class GrammarCompiler:
         self._prepared: Any = None
 
     def compile(self, constraint: Constraint, after: str = "") -> GrammarProcessor:
-        """What keeps one answer within a constraint, from behind the text `after` on, where that is one token.
+        """What keeps one answer within a constraint, from behind the text `after` on.
 
         Raises `ConfigError` for a schema that can't be enforced, and `MissingExtraError`.
         """
@@ -87,12 +97,14 @@ class GrammarCompiler:
         with self._lock:
             if self._prepared is None:
                 self._prepared = self._prepare()
-        grammar = llguidance.LLMatcher.grammar_from_lark(self._rules(constraint))
+        token = self._added_token(after)
+        rules = self._rules(constraint, after="" if token is not None else after)
+        grammar = llguidance.LLMatcher.grammar_from_lark(rules)
         matcher = llguidance.LLMatcher(self._prepared, grammar, log_level=0)
         if matcher.is_error():
             reason = matcher.get_error().partition("<state>")[0].strip()
             raise ConfigError(f"this schema can't be enforced while decoding: {reason}")
-        return GrammarProcessor(matcher, self._prepared.vocab_size, self._added_token(after))
+        return GrammarProcessor(matcher, self._prepared.vocab_size, token)
 
     def _prepare(self) -> Any:
         import llguidance.hf
@@ -103,10 +115,13 @@ class GrammarCompiler:
         except ValueError as error:
             raise ConfigError(f"constrained decoding is not possible with this model's tokenizer: {error}") from error
 
-    def _rules(self, constraint: Constraint) -> str:
-        """A constraint in llguidance's grammar language."""
+    def _rules(self, constraint: Constraint, after: str) -> str:
+        """A constraint in llguidance's grammar language; any text up to and with `after` comes before it."""
         tools, schema = constraint
-        rules = ["start: " + " | ".join(["call"] * bool(tools) + ["answer"] * (schema is not None))]
+        wanted = " | ".join(["call"] * bool(tools) + ["answer"] * (schema is not None))
+        rules = [f"start: thought ({wanted})" if after else f"start: {wanted}"]
+        if after:
+            rules.append(f"thought[suffix={json.dumps(after)}]: /(.|\\n)*/")
         if schema is not None:
             rules.append(f"answer: {json_rule(schema)}")
         if not tools:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from langgraph_latent.errors import PromptError, TemplateError
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message, common_tokens, pack_tokens, unpack_tokens
-from langgraph_latent.models.template import ChatTemplate, Framing
+from langgraph_latent.models.template import PLAIN, ChatTemplate, Framing
 
 # What a tokenizer writes for bytes that are no whole character yet.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -33,14 +33,16 @@ class PromptWriter:
         self._tokenizer = tokenizer
         self._cuts: dict[int, bool] = {}
 
-    def write(self, messages: Sequence[Message], framing: Framing, *, reply: bool) -> Prompt:
+    def write(self, messages: Sequence[Message], framing: Framing = PLAIN, *, reply: bool) -> Prompt:
         """The prompt for `messages`; with `reply` it ends where the assistant's answer begins.
 
         Raises `PromptError` where there is nothing to read and `TemplateError` where the template refuses.
         """
         return Prompt(pack_tokens(self._encode(self.template.render(messages, framing, reply=reply))), 0)
 
-    def extend(self, handle: KVHandle, messages: Sequence[Message], framing: Framing, *, reply: bool) -> Prompt:
+    def extend(
+        self, handle: KVHandle, messages: Sequence[Message], framing: Framing = PLAIN, *, reply: bool
+    ) -> Prompt:
         """The prompt for a handle's messages and `messages` behind them.
 
         Equal to `write` of all messages, but where the tokens sampled for an answer are not what the tokenizer makes of

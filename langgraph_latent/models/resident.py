@@ -12,6 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,33 +196,42 @@ class ResidentModel:
             return TemplateReader(parser, seed)
         return MarkReader([tool["function"]["name"] for tool in framing.tools], beginning, seed)
 
-    def prefill(self, ids: Sequence[int], tail: KVTail, lane: Lane) -> torch.Tensor:
+    def prefill(self, ids: Sequence[int], tail: KVTail, lane: Lane | None = None) -> torch.Tensor:
         """Feed `ids` behind a tail, in chunks; the logits after the last one, shape (vocab,).
+
+        `lane` is that of the request this belongs to; without one it is a request of its own.
 
         Returns when the device is done, so that its time and its errors are this call's.
         Raises `ContextLengthError` before anything is computed where the sequence would be longer than the model takes.
         """
         self.check_length(tail.num_tokens + len(ids))
         begin = 0
-        while begin < len(ids):
-            end = begin + lane.chunk
-            logits = lane.feed(ids[begin:end], tail)
-            begin = end
+        with self._in(lane) as lane:
+            while begin < len(ids):
+                end = begin + lane.chunk
+                logits = lane.feed(ids[begin:end], tail)
+                begin = end
         logits[0].item()
         return logits
 
-    def decode(self, logits: torch.Tensor, tail: KVTail, sampler: Sampler, limit: int, lane: Lane) -> Iterator[int]:
+    def decode(
+        self, logits: torch.Tensor, tail: KVTail, sampler: Sampler, limit: int, lane: Lane | None = None
+    ) -> Iterator[int]:
         """Sample up to `limit` tokens behind a tail; `logits` follow its last token. End tokens do not end it.
 
         The last token yielded is not in the cache: it is the pending one, fed by whoever goes on.
         """
         if self.spec.max_positions:
             limit = min(limit, self.spec.max_positions - tail.num_tokens)
-        for remaining in range(limit, 0, -1):
-            token = sampler.pick(logits)
-            yield token
-            if remaining > 1:
-                logits = lane.feed([token], tail)
+        with self._in(lane) as lane:
+            for remaining in range(limit, 0, -1):
+                token = sampler.pick(logits)
+                yield token
+                if remaining > 1:
+                    logits = lane.feed([token], tail)
+
+    def _in(self, lane: Lane | None) -> AbstractContextManager[Lane]:
+        return nullcontext(lane) if lane is not None else self.scheduler.lane()
 
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:
         """One model call on the new tokens of several sequences; logits after the last of each, (rows, vocab)."""

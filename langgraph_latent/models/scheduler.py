@@ -82,6 +82,7 @@ class Scheduler:
             if max_queue is not None and not self._changed.wait_for(
                 lambda: len(self._lanes) < max_queue, timeout=min(max_retries * RETRY_S, lane.seconds_left)
             ):
+                lane.check_time()
                 raise QueueFullError(
                     f"{len(self._lanes)} requests are under way on this model and max_queue is {max_queue}; ask again "
                     "later, or raise max_queue"
@@ -98,33 +99,36 @@ class Scheduler:
 
     def feed(self, step: _Step) -> torch.Tensor:
         """Wait until a step is done, leading model calls while the model is idle; its logits, (vocab,)."""
+        try:
+            with self._changed:
+                self._waiting.append(step)
+                self._changed.notify_all()
+            while batch := self._next_batch(step):
+                self._lead(batch)
+        except BaseException:
+            self._withdraw(step)
+            raise
+        return step.result()
+
+    def _withdraw(self, step: _Step) -> None:
+        """Take a step back. One that somebody else is running comes to its end first: it writes to the tail."""
         with self._changed:
-            self._waiting.append(step)
-            self._changed.notify_all()
-        while batch := self._next_batch(step):
-            self._lead(batch)
-        assert step.outcome is not None
-        if isinstance(step.outcome, Exception):
-            raise step.outcome
-        return step.outcome
+            self._changed.wait_for(lambda: not self._is_busy or step.is_done or step in self._waiting)
+            if step in self._waiting:
+                self._waiting.remove(step)
 
     def _next_batch(self, step: _Step) -> list[_Step]:
         """The steps that the caller is to run next, as soon as it is its turn to lead; none when `step` is done."""
         with self._changed:
-            try:
-                while step.outcome is None:
-                    is_waiting = step in self._waiting
-                    pause = math.inf if self._is_busy else self._pause()
-                    if pause <= 0:
-                        return self._take()
-                    if is_waiting:
-                        step.lane.check_time()
-                        pause = min(pause, step.lane.seconds_left)
-                    self._changed.wait(None if pause == math.inf else pause)
-            except BaseException:
-                if step in self._waiting:
-                    self._waiting.remove(step)
-                raise
+            while not step.is_done:
+                is_waiting = step in self._waiting
+                pause = math.inf if self._is_busy else self._pause()
+                if pause <= 0:
+                    return self._take()
+                if is_waiting:
+                    step.lane.check_time()
+                    pause = min(pause, step.lane.seconds_left)
+                self._changed.wait(None if pause == math.inf else pause)
             return []
 
     def _pause(self) -> float:
@@ -143,35 +147,35 @@ class Scheduler:
 
     def _lead(self, batch: list[_Step]) -> None:
         begin = time.monotonic()
-        outcomes: list[torch.Tensor | Exception] = []
         try:
-            outcomes = self._outcomes([step.row for step in batch])
+            self._run_steps(batch)
         finally:
             with self._changed:
                 now = time.monotonic()
                 self.patience = PATIENCE_RATIO * (now - begin)
-                for step, outcome in zip(batch, outcomes, strict=False):
-                    step.outcome, step.lane.served_at = outcome, now
-                self._waiting += batch[len(outcomes) :]  # this thread was interrupted: somebody else runs them
+                for step in batch:
+                    step.lane.served_at = now
+                self._waiting += [step for step in batch if not step.is_done]  # interrupted: somebody else runs them
                 self._is_busy = False
                 self._changed.notify_all()
 
-    def _outcomes(self, rows: Sequence[Row]) -> list[torch.Tensor | Exception]:
-        """Logits per row, or the error of the row that fails alone too."""
-        lengths = [row.tail.num_tokens for row in rows]
-        is_done = False
+    def _run_steps(self, steps: Sequence[_Step]) -> None:
+        """Give each step its logits, or the error that its row raises alone too."""
         try:
-            outcomes = list(self._run(rows))
-            is_done = True
-            return [*outcomes]
-        except Exception as error:  # noqa: BLE001 - raised in the thread whose row it is
-            if len(rows) == 1:
-                return [error]
-        finally:
-            if not is_done:
-                for row, length in zip(rows, lengths, strict=True):
-                    row.tail.rewind(length)
-        return [outcome for row in rows for outcome in self._outcomes([row])]
+            for step, logits in zip(steps, self._run([step.row for step in steps]), strict=True):
+                step.outcome = logits
+            return
+        except BaseException as error:
+            for step in steps:
+                if not step.is_done:
+                    step.row.tail.rewind(step.num_tokens)
+            if not isinstance(error, Exception):
+                raise
+            if len(steps) == 1:
+                steps[0].outcome = error
+                return
+        for step in steps:
+            self._run_steps([step])
 
 
 class Lane:
@@ -230,9 +234,25 @@ class Lane:
 class _Step:
     """A row that waits for its model call; then its logits, or why there are none."""
 
-    __slots__ = ("lane", "row", "outcome")
+    __slots__ = ("lane", "row", "num_tokens", "outcome")
 
     def __init__(self, lane: Lane, row: Row) -> None:
         self.lane = lane
         self.row = row
+        self.num_tokens = row.tail.num_tokens
         self.outcome: torch.Tensor | Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.outcome is not None
+
+    def result(self) -> torch.Tensor:
+        """The outcome, once: an error's traceback leads back to its step and would keep the tail alive."""
+        outcome, self.outcome = self.outcome, None
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            assert outcome is not None
+            return outcome
+        finally:
+            del outcome

@@ -34,6 +34,7 @@ from langgraph_latent.handle import Message
 MARK, OTHER_MARK = "latentmarkone", "latentmarktwo"
 """Words in a probe of the template, so that it can be seen what became of them."""
 USER: Message = {"role": "user", "content": "hello"}
+ANSWER: Message = {"role": "assistant", "content": "hello"}
 TOOLS_TEXT = """# Tools
 
 You may call one or more functions. Their signatures are within <tools></tools> tags:
@@ -52,6 +53,10 @@ class Framing(NamedTuple):
 
     tools: Sequence[dict[str, Any]] = ()
     options: Mapping[str, Any] = {}
+
+
+PLAIN = Framing()
+"""Nothing beside the messages."""
 
 
 class Adapted(NamedTuple):
@@ -87,12 +92,13 @@ class ChatTemplate:
             told = by(told)
             changes.append(code)
 
-        has_calls = any(message.get("tool_calls") for message in told)
-        if has_calls and not self._call_arguments:
+        num_calls = max((len(message.get("tool_calls", ())) for message in told), default=0)
+        too_many = num_calls > 1 and self._call_arguments is not None and not self._tells_parallel_calls
+        if num_calls and (too_many or not self._call_arguments):
             change("tool_calls_as_text", _calls_as_text)
-        elif has_calls and self._call_arguments is str:
+        elif num_calls and self._call_arguments is str:
             told = _arguments_as_text(told)
-        if any(message["role"] == "tool" for message in told) and not self._tells_results:
+        if any(message["role"] == "tool" for message in told) and (too_many or not self._tells_results):
             change("tool_results_as_user", _results_as_user)
         if any(_is_long_id(each) for each in told) and not self._takes_long_ids and self._call_arguments:
             change("short_call_ids", _with_short_ids)
@@ -110,8 +116,9 @@ class ChatTemplate:
 
     @cached_property
     def tells_tools(self) -> bool:
-        """Whether the template itself shows tools to the model."""
-        return self._tells([USER], tools=[_tool(MARK)])
+        """Whether the template itself shows tools to the model, beside a system message if it takes one."""
+        system = [{"role": "system", "content": OTHER_MARK}] if self._tells_system else []
+        return self._tells_before(system, OTHER_MARK if system else MARK, tools=[_tool(MARK)])
 
     @cached_property
     def call_text(self) -> str:
@@ -123,7 +130,7 @@ class ChatTemplate:
 
     @cached_property
     def _tells_system(self) -> bool:
-        return self._tells([{"role": "system", "content": MARK}, USER])
+        return self._tells_before([{"role": "system", "content": MARK}])
 
     @cached_property
     def _tells_late_system(self) -> bool:
@@ -140,9 +147,16 @@ class ChatTemplate:
     def _call_arguments(self) -> type | None:
         """The form in which the template takes a call's arguments: dict, str (JSON), or None: it tells no calls."""
         for arguments in ({MARK: 1}, json.dumps({MARK: 1})):
-            if self._tells([USER, _call(OTHER_MARK, arguments), _result("42"), USER], OTHER_MARK):
+            text = self._try([USER, _call(OTHER_MARK, arguments), _result("42"), USER])
+            if text and MARK in text and OTHER_MARK in text and repr({MARK: 1}) not in text:  # Python is not JSON
                 return type(arguments)
         return None
+
+    @cached_property
+    def _tells_parallel_calls(self) -> bool:
+        first, second = (self._known_call_of(mark) for mark in (MARK, OTHER_MARK))
+        both = {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}
+        return self._tells([USER, both, _result("1"), _result("2"), USER], OTHER_MARK)
 
     @cached_property
     def _tells_results(self) -> bool:
@@ -155,8 +169,17 @@ class ChatTemplate:
 
     @property
     def _known_call(self) -> Message:
+        return self._known_call_of("f")
+
+    def _known_call_of(self, name: str) -> Message:
         arguments: Any = {"x": 1}
-        return _call("f", json.dumps(arguments) if self._call_arguments is str else arguments)
+        return _call(name, json.dumps(arguments) if self._call_arguments is str else arguments)
+
+    def _tells_before(self, lead: list[Message], also: str = MARK, tools: Sequence[dict[str, Any]] = ()) -> bool:
+        """Whether what leads a conversation is told in each kind of it that the template can tell: some tell a system
+        message only beside the last one, and only if that is a user's."""
+        rests = [[USER], [USER, ANSWER, USER], [USER, self._known_call, _result("42")]]
+        return all(self._tells([*lead, *rest], also, tools) for rest in rests if self._try(rest) or rest == [USER])
 
     def _tells(self, messages: list[Message], also: str = MARK, tools: Sequence[dict[str, Any]] = ()) -> bool:
         text = self._try(messages, tools)
