@@ -6,7 +6,7 @@ import copy
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from langgraph_latent.pool.pool import Namespace
 
 QUESTIONS = ("What went wrong?", "What is urgent?", "Which team should act?", "What should it do?")
 """What the agents of a chain are asked; each is a suffix of at most 16 tokens with SmolLM2's template."""
+
+TURN_WORDS = 100
 
 
 class NoEnd(LogitsProcessor):
@@ -106,13 +108,20 @@ class Bench:
 
     def context(self, num_tokens: int, seed: int) -> list[Message]:
         """Messages whose prompt has at most, and nearly, `num_tokens` tokens; no two seeds share a beginning."""
+        return self._filled(_document, num_tokens, seed)
+
+    def conversation(self, num_tokens: int, seed: int) -> list[Message]:
+        """The same as turns of a user and an assistant, who has the last word."""
+        return self._filled(_turns, num_tokens, seed)
+
+    def _filled(self, tell: Callable[[Sequence[str]], list[Message]], num_tokens: int, seed: int) -> list[Message]:
         words = _words(num_tokens, seed)
         low, high = 1, len(words)
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self.prompt_tokens(_document(words[:middle])) <= num_tokens
+            fits = self.prompt_tokens(tell(words[:middle])) <= num_tokens
             low, high = (middle, high) if fits else (low, middle - 1)
-        return _document(words[:low])
+        return tell(words[:low])
 
     def prompt_tokens(self, messages: Sequence[Message], *, reply: bool = False) -> int:
         return len(self.model.prompts.write(messages, reply=reply).tokens) // TOKEN_BYTES
@@ -155,10 +164,15 @@ class Bench:
 
 
 class Stock:
-    """Plain transformers on the resident model's own weights: template, tokenizer, `generate`, `DynamicCache`."""
+    """Plain transformers over the resident model's own weights: template, tokenizer, `generate`, `DynamicCache`.
+
+    `model` has modules and a config of its own, with the attention that the model was loaded with and not ours.
+    """
 
     def __init__(self, model: ResidentModel) -> None:
-        self.model: Any = model.model
+        shared = {id(tensor): tensor for tensor in (*model.model.parameters(), *model.model.buffers())}
+        self.model: Any = copy.deepcopy(model.model, shared)
+        self.model.set_attn_implementation(model.spec.attention)
         self._tokenizer: Any = model.tokenizer
         self._ends = sorted(model.end_tokens)
         self._cache_argument = model.cache_argument
@@ -216,6 +230,11 @@ def _words(num_words: int, seed: int) -> list[str]:
 
 def _document(words: Sequence[str]) -> list[Message]:
     return [{"role": "system", "content": f"{words[0]} {' '.join(words[1:])}"}]
+
+
+def _turns(words: Sequence[str]) -> list[Message]:
+    parts = [" ".join(words[at : at + TURN_WORDS]) for at in range(0, len(words), TURN_WORDS)]
+    return [turn for part in parts for turn in (user("Tell me more."), assistant(part))]
 
 
 def user(text: str) -> Message:

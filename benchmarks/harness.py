@@ -105,12 +105,16 @@ def ratio(
 
 @dataclass
 class Result:
-    """A row's outcome. `samples` are raw numbers, in seconds unless their name says otherwise; `checks` must hold."""
+    """A row's outcome. `samples` are raw numbers, in seconds unless their name says otherwise; `checks` must hold.
+
+    `said` is what belongs into the table and is no number.
+    """
 
     title: str
     figures: list[Figure] = field(default_factory=list)
     samples: dict[str, list[float]] = field(default_factory=dict)
     checks: dict[str, bool] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
     def check_equal(self, name: str, *sides: Sequence[int]) -> None:

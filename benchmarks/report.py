@@ -70,6 +70,7 @@ def _row(name: str, outcome: Outcome) -> dict[str, Any]:
         "title": outcome.title,
         "figures": [figure.to_dict() for figure in outcome.figures],
         "checks": outcome.checks,
+        "said": outcome.said,
         "notes": outcome.notes,
         "samples": outcome.samples,
     }
@@ -84,6 +85,7 @@ def lines(outcomes: Mapping[str, Outcome]) -> list[tuple[str, str, str, str]]:
             continue
         cells.append((outcome.title, "", "", ""))
         cells += [(figure.name, _measured(figure), _goal(figure), _verdict(figure)) for figure in outcome.figures]
+        cells += [(name, text, "", "") for name, text in outcome.said.items()]
         cells += [(check, "", "", "FAILED") for check, holds in outcome.checks.items() if not holds]
     return cells
 
@@ -100,9 +102,9 @@ def table(outcomes: Mapping[str, Outcome]) -> Table:
     return shown
 
 
-def markdown(facts: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:
+def markdown(program: str, facts: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> str:
     """For the README."""
-    rows = [f"Measured by `python -m benchmarks.handoff`: {machine_line(facts)}.", ""]
+    rows = [f"Measured by `{program}`: {machine_line(facts)}.", ""]
     rows += ["| | median (min to max) | goal | |", "|---|---|---|---|"]
     for what, measured, goal, verdict in lines(outcomes):
         title = f"**{what}**" if not (measured or verdict) else what

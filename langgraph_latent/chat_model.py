@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
@@ -292,9 +293,16 @@ class ChatLatent(BaseChatModel):
         return ["langgraph_latent", "chat_model"]
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        """The key of LangChain's response cache; a tenant never gets another tenant's answers."""
+        """The key of LangChain's response cache.
+
+        A tenant never gets another tenant's answers, options are those of now (LangChain's memo of them outlives a
+        change and a copy), and a call with transformers' own objects, which have no name but their address, gets a key
+        of its own.
+        """
+        self.__dict__.pop("_serialized", None)
         tenant = self.workspace.tenant if self.workspace else ""
-        return f"{tenant!r} {super()._get_llm_string(stop=stop, **kwargs)}"
+        once = uuid4().hex if any(kwargs.get(name) is not None for name in STOCK_OPTIONS) else ""
+        return f"{tenant!r} {once} {super()._get_llm_string(stop=stop, **kwargs)}"
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)

@@ -17,6 +17,7 @@ import torch
 
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.demo.model import demo_model
+from langgraph_latent.paths import cache_dir
 from langgraph_latent.testing import tiny_model
 
 torch.set_num_threads(1)
@@ -68,3 +69,27 @@ def smol_lease(smollm2: Path) -> Iterator[None]:
 def smol_chat(smollm2: Path, smol_lease: None, ws: LatentWorkspace) -> ChatLatent:
     """A greedy chat model over the real small model."""
     return ChatLatent(model=str(smollm2), workspace=ws, max_tokens=16)
+
+
+@pytest.fixture(scope="session")
+def tool_model() -> Path:
+    """A real model that calls tools, Qwen2.5-Coder-0.5B-Instruct; without its folder the test is skipped."""
+    own = os.environ.get("LANGGRAPH_LATENT_TOOL_MODEL")
+    folder = Path(own).expanduser() if own else cache_dir() / "models" / "qwen2.5-coder-0.5b-instruct"
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"no model in {folder}; LANGGRAPH_LATENT_TOOL_MODEL names another folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tool_lease(tool_model: Path) -> Iterator[None]:
+    """Keeps the tool-calling model resident for the whole session, as `smol_lease` does."""
+    with LatentWorkspace(memory="1GiB") as keeper:
+        ChatLatent(model=str(tool_model), device="cpu", workspace=keeper).load()
+        yield
+
+
+@pytest.fixture
+def tool_chat(tool_model: Path, tool_lease: None, ws: LatentWorkspace) -> ChatLatent:
+    """A greedy chat model over the tool-calling model."""
+    return ChatLatent(model=str(tool_model), device="cpu", workspace=ws, max_tokens=64)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from benchmarks.bench import Bench
-from benchmarks.harness import Result
+from benchmarks.cli import Row
 from benchmarks.rows import chain, decode, equal_chain, export, first_token, handover, shared_bytes, text_handover
-
-Row = Callable[[Bench], Result]
 
 ROWS: dict[str, Row] = {
     "handover": handover.run,

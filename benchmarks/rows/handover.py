@@ -15,6 +15,7 @@ from benchmarks.harness import Figure, Result, Side, at_most, interleave, ratio
 from langgraph_latent.events import Origin
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle
 from langgraph_latent.kv.state import KVState
+from langgraph_latent.models.template import PLAIN
 from langgraph_latent.pool.pool import CachePool
 from langgraph_latent.workspace import Request
 
@@ -79,7 +80,7 @@ class Case:
         with workspace.scope():
             begin = time.perf_counter()
             workspace.keep(handle, self._state, Origin())
-            delivery = workspace.deliver(model, Request(self._question, [handle], True, True, Origin()))
+            delivery = workspace.deliver(model, Request(self._question, PLAIN, [handle], True, True, Origin()))
             with delivery.state.append(len(delivery.tokens) // TOKEN_BYTES) as tail:
                 seconds = time.perf_counter() - begin
                 assert tail.num_tokens == self.num_tokens, "the receiver gets all of it"

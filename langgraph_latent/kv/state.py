@@ -164,6 +164,11 @@ class KVTail:
         self.cache = Cache(layers=[*self._layers])
 
     @property
+    def origin(self) -> KVState:
+        """The state that the tail began behind."""
+        return self._growth.origin
+
+    @property
     def num_tokens(self) -> int:
         """Tokens complete in every layer."""
         return min(layer.length for layer in self._layers)
@@ -271,7 +276,27 @@ class KVRows:
 
     def __init__(self, tails: Sequence[KVTail], sizes: Sequence[int]) -> None:
         layers = zip(*(tail.cache.layers for tail in tails), strict=True)
-        self.cache = Cache(layers=[_RowsLayer(rows, sizes) for rows in layers])
+        siblings = _siblings(tails, sizes)
+        self.cache = Cache(layers=[_RowsLayer(rows, sizes, siblings) for rows in layers])
+
+
+class Siblings(NamedTuple):
+    """Rows of one new token whose sequences began as one: their first `num_shared` keys and values are equal."""
+
+    rows: list[int]
+    num_shared: int
+
+
+def _siblings(tails: Sequence[KVTail], sizes: Sequence[int]) -> list[Siblings]:
+    families: dict[KVBuffer, list[int]] = {}
+    for index, (tail, size) in enumerate(zip(tails, sizes, strict=True)):
+        if size == 1:
+            families.setdefault(tail.origin.buffer, []).append(index)
+    return [
+        Siblings(rows, min(tails[index].origin.num_tokens for index in rows))
+        for rows in families.values()
+        if len(rows) > 1
+    ]
 
 
 class RowKeys(torch.Tensor):
@@ -279,10 +304,12 @@ class RowKeys(torch.Tensor):
 
     Attributes:
         rows: per sequence its number of new tokens, its keys and its values, (1, kv_heads, length, head_dim).
+        siblings: rows that have their first keys and values in common.
         window: the layer's sliding window, 0 where it attends to everything.
     """
 
     rows: list[tuple[int, torch.Tensor, torch.Tensor]]
+    siblings: list[Siblings]
     window: int
 
 
@@ -293,9 +320,10 @@ class _RowsLayer(CacheLayerMixin):
     is_initialized = True
     is_sliding = False
 
-    def __init__(self, rows: Sequence[Any], sizes: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[Any], sizes: Sequence[int], siblings: list[Siblings]) -> None:
         self._rows = rows
         self._sizes = list(sizes)
+        self._siblings = siblings
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -305,6 +333,7 @@ class _RowsLayer(CacheLayerMixin):
         )
         keys = key_states.as_subclass(RowKeys)
         keys.rows = [(size, *row.update(own_keys, own_values)) for row, size, own_keys, own_values in parts]
+        keys.siblings = self._siblings
         keys.window = self._rows[0].get_max_length() if self._rows[0].is_sliding else 0
         return keys, value_states
 

@@ -169,7 +169,8 @@ def _mistral_calls(text: str) -> list[Named]:
     """A JSON list, or `name{...}`, `name[ARGS]{...}` one after another."""
     if text.lstrip().startswith(("[", "{")):
         return _json_calls(text)
-    calls, rest = [], text.strip()
+    calls: list[Named] = []
+    rest = text.strip()
     while rest or not calls:
         found = re.match(r"(?:\[TOOL_CALLS\])?\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)", rest)
         if not found:
@@ -478,9 +479,11 @@ class TemplateReader:
 def shape_of(told: str, name: str) -> Shape:
     """The shape in which a template tells a call of function `name`, of those that hold JSON; `BARE` where it is none
     that has a mark."""
-    before = told.partition(name)[0]
+    before, _, behind = told.partition(name)
     marked = [(before.rfind(shape.begin), shape) for shape in MARKED if shape.arguments_key and shape.begin in before]
-    return max(marked, key=lambda pair: pair[0])[1] if marked else BARE
+    shape = max(marked, key=lambda pair: pair[0])[1] if marked else BARE
+    key = re.match(r'",\s*"(arguments|parameters)":', behind)
+    return shape._replace(arguments_key=key[1]) if key else shape
 
 
 def _certain(text: str, marks: Sequence[str], is_whole: bool) -> tuple[str, str]:

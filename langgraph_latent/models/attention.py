@@ -8,6 +8,7 @@ transformers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from transformers.masking_utils import sdpa_mask
 from langgraph_latent.kv.state import RowKeys
 
 NAME = "sdpa_rows"
+MIN_SHARED = 128
+"""Shared tokens from which on reading them once for several rows is faster."""
 
 
 def use_row_attention(model: PreTrainedModel) -> None:
@@ -47,9 +50,7 @@ def row_attention(
     if isinstance(key, RowKeys):
         if not is_plain:
             raise NotImplementedError("dropout, position bias and soft caps are not computed row by row")
-        queries = query.split([size for size, _, _ in key.rows], dim=2)
-        rows = zip(queries, key.rows, strict=True)
-        output = torch.cat([_attend(own, keys, values, key.window, scale) for own, (_, keys, values) in rows], dim=2)
+        output = torch.cat(_attend_rows(query, key, scale), dim=2)
     elif is_plain and query.device.type == "cpu" and query.shape[1] > key.shape[1] and query.shape[2] == 1:
         output = _attend_once(query, key, value, attention_mask, scale)
     elif is_plain and query.device.type == "cpu" and query.shape[1] > key.shape[1] and attention_mask is not None:
@@ -57,6 +58,66 @@ def row_attention(
     else:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_rows(query: torch.Tensor, key: RowKeys, scale: float | None) -> list[torch.Tensor]:
+    """Each row's new tokens over its own keys, (1, heads, new, head_dim)."""
+    queries = query.split([size for size, _, _ in key.rows], dim=2)
+    outputs: dict[int, torch.Tensor] = {}
+    for rows, num_shared in key.siblings if not key.window else ():
+        if num_shared >= MIN_SHARED:
+            together = _attend_siblings([(queries[row], *key.rows[row][1:]) for row in rows], num_shared, scale)
+            outputs.update(zip(rows, together, strict=True))
+    for index, (_, keys, values) in enumerate(key.rows):
+        if index not in outputs:
+            outputs[index] = _attend(queries[index], keys, values, key.window, scale)
+    return [outputs[index] for index in range(len(queries))]
+
+
+def _attend_siblings(
+    rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], num_shared: int, scale: float | None
+) -> Sequence[torch.Tensor]:
+    """One new token of each row over its keys, of which the first `num_shared` are equal in all rows.
+
+    The shared ones are read once for all rows, the others row by row, padded to one length; then both parts are joined
+    by their softmax sums. Idea: shared-prefix attention as in Hydragen (arXiv 2402.05099) and cascade inference.
+    """
+    queries = torch.cat([query for query, _, _ in rows])
+    num_rows, heads, _, dim = queries.shape
+    _, shared_keys, shared_values = rows[0]
+    kv_heads = shared_keys.shape[1]
+    grouped = queries.view(num_rows, kv_heads, heads // kv_heads, dim) * (dim**-0.5 if scale is None else scale)
+    together = grouped.transpose(0, 1).reshape(kv_heads, -1, dim)
+    shared = _partial(together, shared_keys[0, :, :num_shared], shared_values[0, :, :num_shared])
+    lengths = [keys.shape[2] - num_shared for _, keys, _ in rows]
+    own_keys, own_values = (grouped.new_zeros(num_rows, kv_heads, max(lengths), dim) for _ in range(2))
+    for row, ((_, keys, values), length) in enumerate(zip(rows, lengths, strict=True)):
+        own_keys[row, :, :length] = keys[0, :, num_shared:]
+        own_values[row, :, :length] = values[0, :, num_shared:]
+    ends = torch.tensor(lengths, device=queries.device)[:, None, None, None]
+    own = _partial(grouped, own_keys, own_values, torch.arange(max(lengths), device=queries.device) >= ends)
+    shared = [part.view(kv_heads, num_rows, -1, part.shape[-1]).transpose(0, 1) for part in shared]
+    return _joined(shared, own).reshape(num_rows, 1, heads, 1, dim).unbind()
+
+
+def _partial(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Attention over a part of the keys, before it is divided: weighted values, sum of weights, largest score."""
+    scores = query @ keys.transpose(-1, -2)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    peak = scores.amax(-1, keepdim=True)
+    weights = (scores - peak).exp_()
+    return [weights @ values, weights.sum(-1, keepdim=True), peak]
+
+
+def _joined(first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
+    """Attention over all keys from that over two parts of them."""
+    peak = torch.maximum(first[2], second[2])
+    shares = [(part[2] - peak).exp() for part in (first, second)]
+    values = first[0] * shares[0] + second[0] * shares[1]
+    return values / (first[1] * shares[0] + second[1] * shares[1])
 
 
 def _attend_once(

@@ -131,8 +131,10 @@ class GrammarCompiler:
         names = " | ".join(f"call_{index}" for index in range(len(tools)))
         rules.append(f"call: {self._mark(shape.begin)} {space} ({names}) {space} {self._mark(shape.end)}")
         for index, function in enumerate(tool["function"] for tool in tools):
-            head = json.dumps(f'{{"name": {json.dumps(function["name"])}, "{shape.arguments_key}": ')
-            rules.append(f'call_{index}: {head} arguments_{index} "}}"')
+            # in the same pieces as %json: of two that begin alike, the lexer would go for the longer one alone
+            name = json.dumps(function["name"], ensure_ascii=False)
+            pieces = ("{", '"name"', ": ", name, ", ", f'"{shape.arguments_key}"', ": ")
+            rules.append(f'call_{index}: {" ".join(map(json.dumps, pieces))} arguments_{index} "}}"')
             rules.append(f"arguments_{index}: {json_rule(function.get('parameters') or {'type': 'object'})}")
         return "\n".join(rules)
 

@@ -40,9 +40,7 @@ class PromptWriter:
         """
         return Prompt(pack_tokens(self._encode(self.template.render(messages, framing, reply=reply))), 0)
 
-    def extend(
-        self, handle: KVHandle, messages: Sequence[Message], framing: Framing = PLAIN, *, reply: bool
-    ) -> Prompt:
+    def extend(self, handle: KVHandle, messages: Sequence[Message], framing: Framing = PLAIN, *, reply: bool) -> Prompt:
         """The prompt for a handle's messages and `messages` behind them.
 
         Equal to `write` of all messages, but where the tokens sampled for an answer are not what the tokenizer makes of

@@ -155,7 +155,10 @@ class Scheduler:
                 self.patience = PATIENCE_RATIO * (now - begin)
                 for step in batch:
                     step.lane.served_at = now
-                self._waiting += [step for step in batch if not step.is_done]  # interrupted: somebody else runs them
+                    step.is_done = step.outcome is not None
+                    if not step.is_done:  # this thread was interrupted: somebody else runs it
+                        step.row.tail.rewind(step.num_tokens)
+                        self._waiting.append(step)
                 self._is_busy = False
                 self._changed.notify_all()
 
@@ -165,12 +168,9 @@ class Scheduler:
             for step, logits in zip(steps, self._run([step.row for step in steps]), strict=True):
                 step.outcome = logits
             return
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - raised in the thread whose row it is
             for step in steps:
-                if not step.is_done:
-                    step.row.tail.rewind(step.num_tokens)
-            if not isinstance(error, Exception):
-                raise
+                step.row.tail.rewind(step.num_tokens)
             if len(steps) == 1:
                 steps[0].outcome = error
                 return
@@ -234,17 +234,14 @@ class Lane:
 class _Step:
     """A row that waits for its model call; then its logits, or why there are none."""
 
-    __slots__ = ("lane", "row", "num_tokens", "outcome")
+    __slots__ = ("lane", "row", "num_tokens", "outcome", "is_done")
 
     def __init__(self, lane: Lane, row: Row) -> None:
         self.lane = lane
         self.row = row
         self.num_tokens = row.tail.num_tokens
         self.outcome: torch.Tensor | Exception | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self.outcome is not None
+        self.is_done = False
 
     def result(self) -> torch.Tensor:
         """The outcome, once: an error's traceback leads back to its step and would keep the tail alive."""

@@ -92,13 +92,13 @@ class ChatTemplate:
             told = by(told)
             changes.append(code)
 
-        num_calls = max((len(message.get("tool_calls", ())) for message in told), default=0)
-        too_many = num_calls > 1 and self._call_arguments is not None and not self._tells_parallel_calls
-        if num_calls and (too_many or not self._call_arguments):
+        calling = [message for message in told if message.get("tool_calls")]
+        is_partial = bool(calling and self._call_arguments) and not self._tells_all_of(calling)
+        if calling and (is_partial or not self._call_arguments):
             change("tool_calls_as_text", _calls_as_text)
-        elif num_calls and self._call_arguments is str:
+        elif calling and self._call_arguments is str:
             told = _arguments_as_text(told)
-        if any(message["role"] == "tool" for message in told) and (too_many or not self._tells_results):
+        if any(message["role"] == "tool" for message in told) and (is_partial or not self._tells_results):
             change("tool_results_as_user", _results_as_user)
         if any(_is_long_id(each) for each in told) and not self._takes_long_ids and self._call_arguments:
             change("short_call_ids", _with_short_ids)
@@ -134,7 +134,10 @@ class ChatTemplate:
 
     @cached_property
     def _tells_late_system(self) -> bool:
-        return self._tells([USER, {"role": "system", "content": MARK}, USER])
+        late: Message = {"role": "system", "content": MARK}
+        first = [{"role": "system", "content": OTHER_MARK}] if self._tells_system else []
+        also = OTHER_MARK if first else MARK
+        return all(self._tells([*first, USER, *rest, late, USER], also) for rest in ([], [ANSWER]))
 
     @cached_property
     def _tells_repeats(self) -> bool:
@@ -147,24 +150,34 @@ class ChatTemplate:
     def _call_arguments(self) -> type | None:
         """The form in which the template takes a call's arguments: dict, str (JSON), or None: it tells no calls."""
         for arguments in ({MARK: 1}, json.dumps({MARK: 1})):
-            text = self._try([USER, _call(OTHER_MARK, arguments), _result("42"), USER])
+            text = self._try(_calling(_call(OTHER_MARK, arguments), _result("42")))
             if text and MARK in text and OTHER_MARK in text and repr({MARK: 1}) not in text:  # Python is not JSON
                 return type(arguments)
         return None
+
+    def _tells_all_of(self, calling: Sequence[Message]) -> bool:
+        """Whether messages with calls are told whole: some templates tell one call only, or no text beside it."""
+        has_several = any(len(message["tool_calls"]) > 1 for message in calling)
+        has_text = any(message["content"] for message in calling)
+        return (not has_several or self._tells_parallel_calls) and (not has_text or self._tells_text_beside_calls)
+
+    @cached_property
+    def _tells_text_beside_calls(self) -> bool:
+        return self._tells(_calling({**self._known_call, "content": MARK}, _result("42")))
 
     @cached_property
     def _tells_parallel_calls(self) -> bool:
         first, second = (self._known_call_of(mark) for mark in (MARK, OTHER_MARK))
         both = {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}
-        return self._tells([USER, both, _result("1"), _result("2"), USER], OTHER_MARK)
+        return self._tells(_calling(both, _result("1"), _result("2")), OTHER_MARK)
 
     @cached_property
     def _tells_results(self) -> bool:
-        return self._tells([USER, self._known_call, _result(MARK), USER])
+        return self._tells(_calling(self._known_call, _result(MARK)))
 
     @cached_property
     def _takes_long_ids(self) -> bool:
-        messages = [USER, self._known_call, _result(MARK), USER]
+        messages = _calling(self._known_call, _result(MARK))
         return self._tells([{**message, **_with_id(message, "call_0123456789abcdef")} for message in messages])
 
     @property
@@ -231,6 +244,11 @@ def _call(name: str, arguments: Any) -> Message:
 
 def _result(text: str) -> Message:
     return {"role": "tool", "name": "f", "tool_call_id": "abcdef123", "content": text}
+
+
+def _calling(call: Message, *results: Message) -> list[Message]:
+    """A conversation around a call, in the one order that every template with calls takes."""
+    return [USER, call, *results, ANSWER, USER]
 
 
 def _calls_as_text(messages: list[Message]) -> list[Message]:

@@ -1,0 +1,71 @@
+"""What agent.py, supervisor.py and swarm.py share: which model they take, how it is told what to do, what is printed.
+
+The default model has half a billion parameters. It picks the right tool and the right arguments, but rarely knows when
+to call one and when to talk. So each system prompt holds a worked example, and `TOOL_FIRST` settles the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from langchain.agents.middleware import ModelRequest, ModelResponse, wrap_model_call
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
+
+from langgraph_latent.paths import cache_dir
+
+HUB_ID = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
+
+
+def chosen_model(description: str) -> str:
+    """`--model`, else $LANGGRAPH_LATENT_TOOL_MODEL, else the folder in the user's cache, else the hub id."""
+    folder = cache_dir() / "models" / HUB_ID.split("/")[1].lower()
+    default = os.environ.get("LANGGRAPH_LATENT_TOOL_MODEL") or (str(folder) if folder.is_dir() else HUB_ID)
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", default=default, help=f"folder or hub id of a model that calls tools; or {HUB_ID}")
+    return str(parser.parse_args().model)
+
+
+def worked_example(question: str, tool: str, arguments: dict[str, Any], result: str, answer: str) -> str:
+    """One question from the call of a tool to the answer, for a system prompt."""
+    call = json.dumps({"name": tool, "arguments": arguments})
+    return (
+        f"\nExample:\nuser: {question}\nassistant: <tool_call>\n{call}\n</tool_call>\n"
+        f"user: <tool_response>\n{result}\n</tool_response>\nassistant: {answer}"
+    )
+
+
+@wrap_model_call
+def TOOL_FIRST(request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
+    """Behind a question a tool must be called: which one, and with what, is the model's choice. Hand-overs that led to
+    the agent are not shown to it: it would go on handing over."""
+    messages = [message for message in request.messages if not is_hand_over(message)]
+    asked = isinstance(messages[-1], HumanMessage)
+    return handler(request.override(messages=messages, tool_choice="any" if asked else None))
+
+
+def is_hand_over(message: AnyMessage) -> bool:
+    """Whether a message calls for another agent, or says that it took over."""
+    names = [call["name"] for call in message.tool_calls] if isinstance(message, AIMessage) else [message.name]
+    return any((name or "").startswith("transfer_to_") for name in names)
+
+
+def show(messages: list[AnyMessage], default_name: str = "agent") -> None:
+    """Print a conversation, and of each reply how much of its prompt was still in memory."""
+    for message in messages:
+        if isinstance(message, HumanMessage):
+            print(f"\n{'user':10} {message.text}")
+        elif isinstance(message, ToolMessage):
+            print(f"{'':10} -> {message.text}")
+        elif isinstance(message, AIMessage):
+            calls = ", ".join(f"{call['name']}({_arguments(call['args'])})" for call in message.tool_calls)
+            usage = message.usage_metadata
+            reused = f"   [{usage['input_token_details']['cache_read']} of {usage['input_tokens']} tokens reused]" if usage else ""
+            print(f"{message.name or default_name:10} {calls or message.text}{reused}", flush=True)
+
+
+def _arguments(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
