@@ -9,8 +9,9 @@ a turn and from turn to turn.
 
 from __future__ import annotations
 
-from common import TOOL_FIRST, chosen_model, show, worked_example
+from common import chosen_model, show, show_totals, tool_first, worked_example
 from langchain.agents import create_agent
+from langchain.agents.middleware import ModelCallLimitMiddleware
 from langchain_core.messages import HumanMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph.state import CompiledStateGraph
@@ -41,7 +42,7 @@ def build(chat: ChatLatent) -> CompiledStateGraph:
         chat,
         tools=[stock_level, location],
         system_prompt="You answer questions about a warehouse." + example,
-        middleware=[TOOL_FIRST],
+        middleware=[tool_first, ModelCallLimitMiddleware(run_limit=4, exit_behavior="end")],
         checkpointer=InMemorySaver(),
     )
 
@@ -50,11 +51,12 @@ def main() -> None:
     model = chosen_model(__doc__.splitlines()[0])
     with LatentWorkspace() as ws:
         agent = build(ChatLatent(model=model, workspace=ws, max_tokens=32))
-        thread = {"configurable": {"thread_id": "warehouse"}, "recursion_limit": 10}
+        thread = {"configurable": {"thread_id": "warehouse"}}
         for question in QUESTIONS:
             before = len(agent.get_state(thread).values.get("messages", []))
             state = agent.invoke({"messages": [HumanMessage(question)]}, thread)
             show(state["messages"][before:])
+        show_totals(ws)
 
 
 if __name__ == "__main__":

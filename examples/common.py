@@ -1,7 +1,7 @@
 """What agent.py, supervisor.py and swarm.py share: which model they take, how it is told what to do, what is printed.
 
 The default model has half a billion parameters. It picks the right tool and the right arguments, but rarely knows when
-to call one and when to talk. So each system prompt holds a worked example, and `TOOL_FIRST` settles the rest.
+to call one and when to talk. So most system prompts here hold a worked example, and `tool_first` settles the rest.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from langchain.agents.middleware import ModelRequest, ModelResponse, wrap_model_call
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 
+from langgraph_latent import LatentWorkspace
 from langgraph_latent.paths import cache_dir
 
 HUB_ID = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
@@ -39,9 +40,9 @@ def worked_example(question: str, tool: str, arguments: dict[str, Any], result: 
 
 
 @wrap_model_call
-def TOOL_FIRST(request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
-    """Behind a question a tool must be called: which one, and with what, is the model's choice. Hand-overs that led to
-    the agent are not shown to it: it would go on handing over."""
+def tool_first(request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
+    """Behind a question a tool must be called; which one, and with what, is the model's choice. Hand-overs are not
+    shown to the agent that was handed the question: it would go on handing over."""
     messages = [message for message in request.messages if not is_hand_over(message)]
     asked = isinstance(messages[-1], HumanMessage)
     return handler(request.override(messages=messages, tool_choice="any" if asked else None))
@@ -53,7 +54,7 @@ def is_hand_over(message: AnyMessage) -> bool:
     return any((name or "").startswith("transfer_to_") for name in names)
 
 
-def show(messages: list[AnyMessage], default_name: str = "agent") -> None:
+def show(messages: list[AnyMessage]) -> None:
     """Print a conversation, and of each reply how much of its prompt was still in memory."""
     for message in messages:
         if isinstance(message, HumanMessage):
@@ -62,9 +63,18 @@ def show(messages: list[AnyMessage], default_name: str = "agent") -> None:
             print(f"{'':10} -> {message.text}")
         elif isinstance(message, AIMessage):
             calls = ", ".join(f"{call['name']}({_arguments(call['args'])})" for call in message.tool_calls)
-            usage = message.usage_metadata
-            reused = f"   [{usage['input_token_details']['cache_read']} of {usage['input_tokens']} tokens reused]" if usage else ""
-            print(f"{message.name or default_name:10} {calls or message.text}{reused}", flush=True)
+            print(f"{message.name or 'agent':10} {calls or message.text}", end="")
+            if usage := message.usage_metadata:  # none where no model was called
+                reused = usage["input_token_details"]["cache_read"]
+                print(f"   [{reused} of {usage['input_tokens']} prompt tokens reused]", end="")
+            print(flush=True)
+
+
+def show_totals(ws: LatentWorkspace) -> None:
+    """Print what the model calls of all agents have cost."""
+    total = ws.tracer.summary()
+    print(f"\n{total.tokens_prefilled} prompt tokens read, {total.tokens_reused} reused; models loaded: ", end="")
+    print(total.events["loaded"])
 
 
 def _arguments(arguments: dict[str, Any]) -> str:

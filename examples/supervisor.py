@@ -1,14 +1,14 @@
 """A supervisor and two workers, three agents over one copy of the weights: `create_supervisor` over a local model.
 
-All three share one `ChatLatent`. Each has its own system prompt and tools, hence a prefix of its own in memory; the
-second question finds all that was read for the first one.
+All three share one `ChatLatent`. Each has its own system prompt and tools, hence a prefix of its own in memory. When
+the floor comes back to an agent, it reads only what is new to it.
 
     python examples/supervisor.py [--model FOLDER_OR_HUB_ID]
 """
 
 from __future__ import annotations
 
-from common import TOOL_FIRST, chosen_model, show, worked_example
+from common import chosen_model, show, show_totals, tool_first, worked_example
 from langchain.agents import create_agent
 from langchain_core.messages import HumanMessage
 from langgraph.graph.state import CompiledStateGraph
@@ -19,8 +19,30 @@ from langgraph_latent import ChatLatent, LatentWorkspace
 STOCK = {"pallets": 40, "crates": 125}
 TRUCKS = {"hamburg": "14:30", "lyon": "09:15"}
 QUESTIONS = ["How many pallets are in stock?", "When does the next truck to Hamburg leave?"]
-LADDERS = ("How many ladders are in stock?", "There are 7 ladders in stock.")
-OSLO = ("When does the next truck to Oslo leave?", "The next truck to Oslo leaves at 08:00.")
+LEAD = """You lead a warehouse: ask stock, or ask trucks. Example:
+user: When does the next truck to Oslo leave?
+assistant: <tool_call>
+{"name": "transfer_to_trucks", "arguments": {}}
+</tool_call>
+user: How many ladders are in stock?
+assistant: <tool_call>
+{"name": "transfer_to_stock", "arguments": {}}
+</tool_call>
+user: <tool_response>
+Successfully transferred to stock
+</tool_response>
+assistant: There are 7 ladders in stock.
+assistant: There are 7 ladders in stock."""
+LADDERS = worked_example(
+    "How many ladders are in stock?", "stock_level", {"item": "ladders"}, "7", "There are 7 ladders in stock."
+)
+OSLO = worked_example(
+    "When does the next truck to Oslo leave?",
+    "next_truck",
+    {"city": "Oslo"},
+    "08:00",
+    "The next truck to Oslo leaves at 08:00.",
+)
 
 
 def stock_level(item: str) -> int:
@@ -35,32 +57,18 @@ def next_truck(city: str) -> str:
 
 def build(chat: ChatLatent) -> CompiledStateGraph:
     """The team."""
-    example = worked_example(LADDERS[0], "stock_level", {"item": "ladders"}, "7", LADDERS[1])
-    stock = create_agent(
-        chat,
-        tools=[stock_level],
-        system_prompt="You know the stock of a warehouse." + example,
-        middleware=[TOOL_FIRST],
-        name="stock",
+    stock_prompt, trucks_prompt = (
+        "You know the stock of a warehouse." + LADDERS,
+        "You know the trucks of a warehouse." + OSLO,
     )
-    example = worked_example(OSLO[0], "next_truck", {"city": "Oslo"}, "08:00", OSLO[1])
-    trucks = create_agent(
-        chat,
-        tools=[next_truck],
-        system_prompt="You know the trucks of a warehouse." + example,
-        middleware=[TOOL_FIRST],
-        name="trucks",
-    )
-    hand_overs = [create_handoff_tool(agent_name="stock"), create_handoff_tool(agent_name="trucks")]
-    examples = (
-        worked_example(LADDERS[0], "transfer_to_stock", {}, "Successfully transferred to stock", LADDERS[1]),
-        worked_example(OSLO[0], "transfer_to_trucks", {}, "Successfully transferred to trucks", OSLO[1]),
-    )
+    stock = create_agent(chat, tools=[stock_level], system_prompt=stock_prompt, middleware=[tool_first], name="stock")
+    trucks = create_agent(chat, tools=[next_truck], system_prompt=trucks_prompt, middleware=[tool_first], name="trucks")
+    hand_overs = [create_handoff_tool(agent_name=agent.name) for agent in (stock, trucks)]
     return create_supervisor(
         [stock, trucks],
-        model=chat.bind_tools(hand_overs, stop=["\n{"]),  # one call is enough; this model would write several
+        model=chat.bind_tools(hand_overs, stop=["\n{"]),  # left alone, this model hands over to one agent after another
         tools=hand_overs,
-        prompt="You lead a warehouse." + "".join(examples),
+        prompt=LEAD,
         add_handoff_back_messages=False,
     ).compile()
 
@@ -72,6 +80,7 @@ def main() -> None:
         for question in QUESTIONS:
             state = team.invoke({"messages": [HumanMessage(question)]}, {"recursion_limit": 10})
             show(state["messages"])
+        show_totals(ws)
 
 
 if __name__ == "__main__":

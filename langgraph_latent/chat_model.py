@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -45,8 +46,8 @@ SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "seed", "max_tokens")
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
 STOCK_OPTIONS = ("logits_processor", "stopping_criteria", "streamer")
 CALL_OPTIONS = ("inherit", *SAMPLING_OPTIONS, "stop", "timeout", "template_options", *TOOL_OPTIONS, *STOCK_OPTIONS)
-UNFORCED = (None, False, "auto", "none")
-FORCED = (True, "any", "required")
+HIDDEN, UNFORCED, FORCED = ("none", False), ("none", False, "auto", None), ("any", "required", True)
+"""Tool choices that are no tool's name: no tools are shown, none must be called, one must be."""
 
 
 class ChatLatent(BaseChatModel):
@@ -113,6 +114,7 @@ class ChatLatent(BaseChatModel):
     @model_validator(mode="after")
     def _possible_options(self) -> ChatLatent:
         self._sampling({}, None)
+        self._limits({})
         return self
 
     def __copy__(self) -> ChatLatent:
@@ -163,15 +165,21 @@ class ChatLatent(BaseChatModel):
 
         Raises `PromptError` (empty, refused by the template, too long), `HandleError`, `CacheBudgetError`.
         """
-        options = {"inherit": inherit}
-        request = self._request(self._convert_input(messages).to_messages(), options, _origin(config), reply=False)
-        return Turn(self._loaded_workspace(), self.resident(), request, self._limits(options)).read()
+        return self._read(messages, inherit, config, self._limits({}))
 
     async def aread(
         self, messages: LanguageModelInput, *, inherit: Inherited = None, config: RunnableConfig | None = None
     ) -> KVHandle:
         """`read` in a thread."""
-        return await in_thread(lambda _: self.read(messages, inherit=inherit, config=config))
+        limits = self._limits({})
+        return await in_thread(lambda gone: self._read(messages, inherit, config, replace(limits, cancelled=gone)))
+
+    def _read(
+        self, messages: LanguageModelInput, inherit: Inherited, config: RunnableConfig | None, limits: Limits
+    ) -> KVHandle:
+        plain = self._convert_input(messages).to_messages()
+        request = self._request(plain, {"inherit": inherit}, _origin(config), reply=False)
+        return Turn(self._loaded_workspace(), self.resident(), request, limits).read()
 
     def handle(self, reply: AIMessage) -> KVHandle:
         """The handle of everything up to and with a reply; `LatentWorkspace.handle`."""
@@ -328,8 +336,14 @@ class ChatLatent(BaseChatModel):
         self, inputs: list[Any], config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
     ) -> list[AIMessage]:
         """`invoke` for several inputs at a time: as many as share one model call, if `max_concurrency` says nothing."""
-        config = [_side_by_side(each) for each in config] if isinstance(config, list) else _side_by_side(config)
-        return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+        return super().batch(inputs, _side_by_side(config), return_exceptions=return_exceptions, **kwargs)
+
+    def batch_as_completed(
+        self, inputs: Any, config: Any = None, *, return_exceptions: bool = False, **kwargs: Any
+    ) -> Any:
+        """`batch`, each answer with its index as soon as it is there."""
+        config = _side_by_side(config)
+        return super().batch_as_completed(inputs, config, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload]
 
     def _generate(
         self,
@@ -338,7 +352,7 @@ class ChatLatent(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._whole_answer(messages, stop, kwargs, None)
+        return self._whole_answer(messages, stop, kwargs, self._limits(kwargs))
 
     def _stream(
         self,
@@ -347,7 +361,7 @@ class ChatLatent(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        for chunk in self._chunks(messages, stop, kwargs, None):
+        for chunk in self._chunks(messages, stop, kwargs, self._limits(kwargs)):
             if run_manager:
                 run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
             yield chunk
@@ -359,7 +373,8 @@ class ChatLatent(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return await in_thread(lambda cancelled: self._whole_answer(messages, stop, kwargs, cancelled))
+        limits = self._limits(kwargs)
+        return await in_thread(lambda gone: self._whole_answer(messages, stop, kwargs, replace(limits, cancelled=gone)))
 
     async def _astream(
         self,
@@ -368,7 +383,10 @@ class ChatLatent(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        async for chunk in iterate_in_thread(lambda cancelled: self._chunks(messages, stop, kwargs, cancelled)):
+        limits = self._limits(kwargs)
+        async for chunk in iterate_in_thread(
+            lambda gone: self._chunks(messages, stop, kwargs, replace(limits, cancelled=gone))
+        ):
             if run_manager:
                 await run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
             yield chunk
@@ -380,9 +398,9 @@ class ChatLatent(BaseChatModel):
         messages: Sequence[BaseMessage],
         stop: list[str] | None,
         options: Mapping[str, Any],
-        cancelled: threading.Event | None,
+        limits: Limits,
     ) -> ChatResult:
-        turn, parts = self._answer(messages, stop, options, cancelled)
+        turn, parts = self._answer(messages, stop, options, limits)
         for _ in parts:
             pass
         message = answer_message(turn.answer, usage_metadata=_usage(turn), response_metadata=self._metadata(turn))
@@ -393,9 +411,9 @@ class ChatLatent(BaseChatModel):
         messages: Sequence[BaseMessage],
         stop: list[str] | None,
         options: Mapping[str, Any],
-        cancelled: threading.Event | None,
+        limits: Limits,
     ) -> Iterator[ChatGenerationChunk]:
-        turn, parts = self._answer(messages, stop, options, cancelled)
+        turn, parts = self._answer(messages, stop, options, limits)
         num_calls = 0
         for part in parts:
             yield ChatGenerationChunk(message=answer_chunk(part, num_calls))
@@ -410,7 +428,7 @@ class ChatLatent(BaseChatModel):
         messages: Sequence[BaseMessage],
         stop: list[str] | None,
         options: Mapping[str, Any],
-        cancelled: threading.Event | None,
+        limits: Limits,
     ) -> tuple[Turn, Iterator[Part]]:
         """A turn, and the parts of its answer as they come."""
         self._check_names(options)
@@ -418,7 +436,7 @@ class ChatLatent(BaseChatModel):
         constraint = self._constraint(options)
         workspace = self._loaded_workspace()
         request = self._request(messages, options, _origin(None), reply=True)
-        turn = Turn(workspace, workspace.model(self._key), request, self._limits(options))
+        turn = Turn(workspace, workspace.model(self._key), request, limits)
         criteria = options.get("stopping_criteria")
         return turn, turn.decode(
             sampling,
@@ -427,7 +445,6 @@ class ChatLatent(BaseChatModel):
             processors=options.get("logits_processor") or (),
             criteria=StoppingCriteriaList(criteria) if criteria else None,
             streamer=options.get("streamer"),
-            cancelled=cancelled,
         )
 
     def check_options(self, options: Mapping[str, Any]) -> None:
@@ -435,6 +452,7 @@ class ChatLatent(BaseChatModel):
         self._check_names(options)
         self._check_tools(options)
         self._sampling(options, options.get("stop"))
+        self._limits(options)
 
     def _check_names(self, options: Mapping[str, Any]) -> None:
         if unknown := sorted(set(options) - set(CALL_OPTIONS)):
@@ -454,13 +472,12 @@ class ChatLatent(BaseChatModel):
 
     def _constraint(self, options: Mapping[str, Any]) -> Constraint | None:
         """What the answer is constrained to, if anything. Raises `ConfigError` for an unknown choice or format."""
-        tools, choice = options.get("tools") or (), options.get("tool_choice")
+        tools, choice = _tools_of(options), options.get("tool_choice")
         schema = _schema_of(options.get("response_format"))
         if isinstance(choice, Mapping):
             choice = choice.get("function", choice).get("name")
         if choice in UNFORCED:
-            shown = tools if choice in (None, "auto") else ()
-            return None if schema is None else Constraint(shown, schema)
+            return None if schema is None else Constraint(tools, schema)
         chosen = [tool for tool in tools if choice in FORCED or tool["function"]["name"] == choice]
         if not chosen:
             names = ", ".join(tool["function"]["name"] for tool in tools) or "none"
@@ -473,7 +490,7 @@ class ChatLatent(BaseChatModel):
         plain = [plain_message(message) for message in messages]
         if not any(str(message["content"]).strip() or message.get("tool_calls") for message in plain):
             raise PromptError("the prompt is empty: pass at least one message with some text")
-        tools = () if options.get("tool_choice") in ("none", False) else options.get("tools") or ()
+        tools = _tools_of(options)
         told = with_schema(plain, _told_schema(options.get("response_format")), has_tools=bool(tools))
         inherit = options.get("inherit")
         inherited = inherit if isinstance(inherit, list | tuple) else () if inherit is None else (inherit,)
@@ -515,6 +532,12 @@ class ChatLatent(BaseChatModel):
             self.profile = self._own_profile = {**self._own_profile, "max_input_tokens": spec.max_positions}
 
 
+def _tools_of(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools that a call shows to the model, in OpenAI's form."""
+    is_hidden = options.get("tool_choice") in HIDDEN
+    return [] if is_hidden else [convert_to_openai_tool(tool) for tool in options.get("tools") or ()]
+
+
 def _schema_of(response_format: Any) -> Mapping[str, Any] | None:
     """The JSON schema that a `response_format` (OpenAI's form) asks for. Raises `ConfigError` for another form."""
     if response_format is None or response_format == {"type": "text"}:
@@ -537,7 +560,10 @@ def _told_schema(response_format: Any) -> Mapping[str, Any] | None:
     return None if response_format == {"type": "json_object"} else schema
 
 
-def _side_by_side(config: RunnableConfig | None) -> RunnableConfig:
+def _side_by_side(config: Any) -> Any:
+    """Configs for a batch that is not told how many calls may run at a time."""
+    if isinstance(config, Sequence):
+        return [_side_by_side(each) for each in config]
     return {**(config or {}), "max_concurrency": (config or {}).get("max_concurrency") or MAX_ROWS}
 
 

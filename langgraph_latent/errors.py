@@ -15,6 +15,7 @@ LatentError
 ├── CacheBudgetError      one cache is larger than the whole budget
 ├── QueueFullError        more requests are under way on the model than the caller puts up with
 ├── RequestTimeoutError   a request was not done in its time
+├── RequestCancelledError whoever asked has gone
 ├── IntegrityError        the pool's books do not add up
 ├── ClosedError           the workspace or chat model was closed
 ├── MissingExtraError     an optional package is not installed
@@ -80,6 +81,10 @@ class QueueFullError(LatentError):
 
 class RequestTimeoutError(LatentError, TimeoutError):
     """A request was not done in its time."""
+
+
+class RequestCancelledError(LatentError):
+    """Whoever asked has gone: nobody sees this but the thread that worked for them."""
 
 
 class IntegrityError(LatentError):

@@ -56,8 +56,9 @@ def common_tokens(a: bytes, b: bytes) -> int:
 class Segment:
     """A run of a handle's tokens that one node added in one go.
 
-    `messages` are what these tokens say, as plain chat messages, for a receiver with another template. `digest` binds
-    kind, source, messages and token ids.
+    `messages` are what these tokens say, as plain chat messages, for a receiver with another template. `framing` is a
+    digest of what the template was told beside them (tools, options), "" for nothing. `digest` binds kind, source,
+    messages, framing and token ids.
     """
 
     kind: str
@@ -65,9 +66,10 @@ class Segment:
     num_tokens: int
     messages: tuple[Message, ...]
     digest: str = field(repr=False)
+    framing: str = ""
 
     @classmethod
-    def of(cls, kind: str, source: str, tokens: bytes, messages: Sequence[Message]) -> Segment:
+    def of(cls, kind: str, source: str, tokens: bytes, messages: Sequence[Message], framing: str = "") -> Segment:
         """Make a segment of packed `tokens`. Raises `HandleError` for an unknown kind."""
         if kind not in SEGMENT_KINDS:
             raise HandleError(f"unknown segment kind {kind!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
@@ -77,8 +79,9 @@ class Segment:
             copy, canonical = _copied(message)
             own.append(copy)
             digest.update(canonical)
+        digest.update(framing.encode())
         digest.update(tokens)
-        return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(own), digest.hexdigest())
+        return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(own), digest.hexdigest(), framing)
 
 
 def _copied(message: Message) -> tuple[Message, bytes]:
@@ -143,10 +146,16 @@ class KVHandle:
         return handle
 
     def extend(
-        self, kind: str, source: str, tokens: bytes, messages: Sequence[Message], bytes_per_token: int = 0
+        self,
+        kind: str,
+        source: str,
+        tokens: bytes,
+        messages: Sequence[Message],
+        bytes_per_token: int = 0,
+        framing: str = "",
     ) -> KVHandle:
         """The handle of this recipe with one more segment of packed `tokens`; O(new tokens) but for one copy."""
-        segment = Segment.of(kind, source, tokens, messages)
+        segment = Segment.of(kind, source, tokens, messages, framing)
         all_tokens = self.tokens + tokens
         nbytes = len(all_tokens) // TOKEN_BYTES * bytes_per_token
         return self._made(self.model, self.tenant, nbytes, all_tokens, (*self.segments, segment))
@@ -183,7 +192,8 @@ class KVHandle:
         try:
             for segment in self.segments:
                 end = position + segment.num_tokens * TOKEN_BYTES
-                fresh.append(Segment.of(segment.kind, segment.source, self.tokens[position:end], segment.messages))
+                tokens = self.tokens[position:end]
+                fresh.append(Segment.of(segment.kind, segment.source, tokens, segment.messages, segment.framing))
                 position = end
             sound = position == len(self.tokens) and self.id == _handle_id(self.model, self.tenant, fresh)
         except (TypeError, AttributeError) as error:
@@ -231,7 +241,7 @@ def _pack(tokens: bytes, segments: tuple[Segment, ...]) -> tuple[str, str]:
     """Tokens as the narrowest of uint16 and uint32, both parts deflated and in base64."""
     ids = array("I", tokens)
     narrow = array("H", ids) if not ids or max(ids) < 1 << 16 else ids
-    rows = [[s.kind, s.source, s.num_tokens, s.messages] for s in segments]
+    rows = [[s.kind, s.source, s.num_tokens, s.messages, *([s.framing] if s.framing else [])] for s in segments]
     width = narrow.itemsize.to_bytes(1, "little")
     return (
         _deflate(width + narrow.tobytes()),
@@ -248,9 +258,9 @@ def _unpack(tokens: str, segments: str) -> tuple[bytes, tuple[Segment, ...]]:
         limit = min(MAX_RECIPE_BYTES, (1 << 20) + RECIPE_BYTES_PER_TOKEN * (len(all_tokens) // TOKEN_BYTES))
         rows = json.loads(_inflate(segments, limit).decode("utf-8", "surrogatepass"))
         position, unpacked = 0, []
-        for kind, source, num_tokens, messages in rows:
+        for kind, source, num_tokens, messages, *framing in rows:
             end = position + num_tokens * TOKEN_BYTES
-            unpacked.append(Segment.of(kind, source, all_tokens[position:end], messages))
+            unpacked.append(Segment.of(kind, source, all_tokens[position:end], messages, *framing))
             position = end
         if position != len(all_tokens):
             raise ValueError(f"its segments claim {position // TOKEN_BYTES} tokens")

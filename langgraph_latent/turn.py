@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import Event as Flag
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.logits_process import LogitsProcessor
 
+from langgraph_latent.errors import RequestCancelledError
 from langgraph_latent.events import Decoded, FellBack, Prefilled
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, pack_tokens, unpack_tokens
 from langgraph_latent.kv.state import KVState, KVTail
@@ -48,7 +48,7 @@ class Turn:
     ) -> None:
         self._workspace = workspace
         self._model = model
-        self._limits = limits
+        self._limits = limits or Limits()
         self._origin = request.origin
         self._framing = request.framing
         self._delivery = delivery = workspace.deliver(model, request)
@@ -61,7 +61,12 @@ class Turn:
         self.finish_reason = ""
         new_tokens = delivery.tokens[len(delivery.base.tokens) :]
         self.handle = delivery.base.extend(
-            "prompt", request.origin.node, new_tokens, delivery.messages, model.spec.bytes_per_token
+            "prompt",
+            request.origin.node,
+            new_tokens,
+            delivery.messages,
+            model.spec.bytes_per_token,
+            framing=request.framing.digest,
         )
 
     def read(self) -> KVHandle:
@@ -79,12 +84,12 @@ class Turn:
         processors: Sequence[LogitsProcessor] = (),
         criteria: StoppingCriteriaList | None = None,
         streamer: Any = None,
-        cancelled: Flag | None = None,
     ) -> Iterator[Part]:
         """Prefill the prompt and sample an answer, yielding its parts piece by piece.
 
-        `processors`, `criteria` and `streamer` are transformers' own. Setting `cancelled`, or closing the iterator,
-        ends the decoding after the current token; what was sampled by then is kept. So does tool call `max_calls`.
+        `processors`, `criteria` and `streamer` are transformers' own. Closing the iterator, or setting the `cancelled`
+        of its limits, ends the decoding after the current token; what was sampled by then is kept. So does tool call
+        number `max_calls`.
         """
         model, prompt = self._model, self._delivery.tokens
         detokenizer = Detokenizer(model.tokenizer, sampling.stop, model.answer_marks(self._framing))
@@ -103,21 +108,22 @@ class Turn:
                     if streamer is not None:
                         streamer.put(torch.tensor([token]))
                     is_end = token in model.end_tokens
-                    yield from self._noted(reader.push("" if is_end else detokenizer.push(token)))
+                    yield from self._noted(reader.push("" if is_end else detokenizer.push(token)), max_calls)
                     self.num_reasoning_tokens += reader.is_reasoning
                     is_stopped = criteria is not None and bool(criteria(sampler.context, sampler.scores).all())
-                    if is_end or detokenizer.stopped or is_stopped or len(self.answer.calls) == max_calls:
+                    has_all_calls = max_calls is not None and len(self.answer.calls) >= max_calls
+                    if is_end or detokenizer.stopped or is_stopped or has_all_calls:
                         self.finish_reason = "stop"
                         break
-                    if cancelled is not None and cancelled.is_set():
+                    if self._limits.is_cancelled:
                         self.finish_reason = "cancelled"
                         break
                 else:
                     self.finish_reason = "length"
-                yield from self._noted([*reader.push(detokenizer.flush()), *reader.flush()])
+                yield from self._noted([*reader.push(detokenizer.flush()), *reader.flush()], max_calls)
                 if self.finish_reason == "stop" and self.answer.calls:
                     self.finish_reason = "tool_calls"
-            except GeneratorExit:
+            except (GeneratorExit, RequestCancelledError):
                 self.finish_reason = self.finish_reason or "cancelled"
                 raise
             except BaseException:
@@ -128,16 +134,20 @@ class Turn:
                     streamer.end()
                 self._finish(tail.seal(), tokens.seconds)
 
-    def _noted(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def _noted(self, parts: Iterable[Part], max_calls: int | None) -> Iterator[Part]:
+        """The parts, added to the answer, without what comes behind its last call."""
         for part in parts:
-            self.answer.add(part)
-            yield part
+            if max_calls is None or len(self.answer.calls) < max_calls:
+                self.answer.add(part)
+                yield part
 
     def _finish(self, state: KVState, seconds: float) -> None:
         """Complete the handle with what was sampled, and give it with its state to the workspace."""
         if self.sampled:
             tokens, size = pack_tokens(self.sampled), self._model.spec.bytes_per_token
-            self.handle = self.handle.extend("generated", self._origin.node, tokens, [self.answer.message], size)
+            self.handle = self.handle.extend(
+                "generated", self._origin.node, tokens, [self.answer.message], size, framing=self._framing.digest
+            )
         self._workspace.keep(self.handle, state, self._origin)
         self._workspace.emit(
             Decoded(

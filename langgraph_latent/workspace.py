@@ -253,16 +253,13 @@ class LatentWorkspace:
                 checksum=state.checksum() if self.tracer.checksums else "",
             )
         )
-        if self._closed:
-            self._report_lost([handle.id], "closed")
-            return
         tokens = handle.tokens[: state.num_tokens * TOKEN_BYTES]
         owner = _scopes.get().get(id(self)) or (_thread_owner(origin.thread_id) if origin.thread_id else "")
         try:
             lost = self.pool.put(Namespace(handle.model, self.tenant), tokens, state, handle.id, owner)
         except CacheBudgetError:  # it grew past the budget while it was decoded: the answer stands
             lost = [handle.id, *self.pool.drop_storage(state)]
-        self._report_lost(lost, "budget")
+        self._report_lost(lost, "closed" if self._closed else "budget")
 
     def evict(self, handle: KVHandle) -> None:
         """Let a handle's tensors go; the handle still works, its cache is rebuilt when needed."""
@@ -386,7 +383,7 @@ class LatentWorkspace:
         """Free every cache and give every model back. Later use raises `ClosedError`; closing twice is fine."""
         with self._lock:
             self._closed = True
-            self._report_lost(self.pool.clear(), "closed")
+            self._report_lost(self.pool.close(), "closed")
             self._recipes.clear()
             for key in self._models:
                 resident.release(key)

@@ -275,6 +275,7 @@ def test_the_profile_tells_the_models_length_once_it_is_loaded(tiny_folder: Call
         given = {**chat.profile, "max_input_tokens": 99}
         assert ChatLatent(model=folder, workspace=ws, profile=given).load().profile == given
         assert ChatLatent(model=folder, workspace=ws, profile={}).load().profile == {}
+        assert chat.model_copy(update={"profile": given}).load().profile == given
 
 
 # -- as a value -----------------------------------------------------------------------------------------------------
@@ -296,7 +297,8 @@ def test_a_copy_works_beside_the_original_and_after_it(tiny_chat: ChatLatent, co
     other = copied(tiny_chat)
     tiny_chat.close()
     assert other.workspace is tiny_chat.workspace
-    assert other.invoke(STORY).text == expected
+    for each in (other, copied(tiny_chat)):
+        assert each.invoke(STORY).text == expected
 
 
 WATCHED: list[str] | None = None

@@ -21,7 +21,7 @@ from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.compat import Level, compare
 from langgraph_latent.errors import ContextLengthError, LatentError, ModelLoadError
 from langgraph_latent.events import Loaded
-from langgraph_latent.models import digest, resident, scheduler
+from langgraph_latent.models import digest, scheduler
 from langgraph_latent.models.digest import weights_digest
 from langgraph_latent.models.resident import ModelKey, ResidentModel, acquire, num_resident, release
 

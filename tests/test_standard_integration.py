@@ -13,6 +13,8 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langgraph_latent import ChatLatent, LatentWorkspace
 
 LONG = "You are told a story. " + "The team that reads the report hands over what it knows. " * 10
+LIMITS = {"unicode": 96, "json": 96, "structured": 96, "agent": 40, "tool_c": 40, "as_tools": 40}
+"""`max_tokens` by a word in a test's name: a call, or JSON, must not be cut; all other answers may be."""
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +29,11 @@ class TestChatLatent(ChatModelIntegrationTests):
     """Multimodal tests are skipped by the suite: the model reads text only."""
 
     @pytest.fixture(autouse=True)
-    def _resident(self, tool_model: Path, tool_lease: None, shared_ws: LatentWorkspace) -> None:
+    def _resident(
+        self, request: pytest.FixtureRequest, tool_model: Path, tool_lease: None, shared_ws: LatentWorkspace
+    ) -> None:
         self.folder, self.workspace = str(tool_model), shared_ws
+        self.max_tokens = next((limit for word, limit in LIMITS.items() if word in request.node.name), 16)
 
     @property
     def chat_model_class(self) -> type[ChatLatent]:
@@ -36,7 +41,7 @@ class TestChatLatent(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": self.folder, "workspace": self.workspace, "device": "cpu", "max_tokens": 48}
+        return {"model": self.folder, "workspace": self.workspace, "device": "cpu", "max_tokens": self.max_tokens}
 
     @property
     def has_tool_calling(self) -> bool:

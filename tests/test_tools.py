@@ -332,7 +332,6 @@ def test_a_thought_before_a_call_leaves_the_history_two_turns_later(
         assert told(last) | {"handle": ""} == told(whole) | {"handle": ""}
 
 
-@pytest.mark.xfail(reason="PromptWriter.extend takes a handle's tokens for the prompt of another framing")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -496,7 +495,6 @@ def test_parallel_tool_calls_false_ends_after_the_first_call(
     assert len(chat.bind_tools([add, look_up]).invoke("go", **saying(chat, f"{ADD}\n{LOOK}")).tool_calls) == 2
 
 
-@pytest.mark.xfail(reason="Turn.decode counts `len(calls) == max_calls`, and calls that come together are two")
 @pytest.mark.parametrize(
     "answer",
     [

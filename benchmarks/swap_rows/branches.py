@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 from langchain_core.messages import BaseMessage, HumanMessage, convert_to_messages
 from langgraph.graph import START, StateGraph
-from typing_extensions import TypedDict
 
 from benchmarks.bench import Bench, NoEnd
 from benchmarks.harness import Goal, Mismatch, Result, Side, at_most, interleave, ratio

@@ -70,8 +70,9 @@ class LayerStore:
 
         Returns the bytes of the new storage.
         """
-        self.keys, self.values, self.start = other.keys, other.values, other.start
-        self._grow(length, capacity_for(max(length + keys.shape[-2], expected) - self.start), keys, values)
+        copy = LayerStore(other.keys, other.values, other.start)
+        copy._grow(length, capacity_for(max(length + keys.shape[-2], expected) - copy.start), keys, values)
+        self.keys, self.values, self.start = copy.keys, copy.values, copy.start  # only now: memory may have run out
         return self.nbytes
 
     def _grow(self, length: int, capacity: int, keys: torch.Tensor, values: torch.Tensor) -> int:

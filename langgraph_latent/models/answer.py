@@ -289,7 +289,7 @@ class MarkReader:
         self._rest = ""
         self._has_begun = False
         self._skips_space = False
-        self._closing = next((end for begin, end in REASONING if prompt.rstrip().endswith(begin)), "")
+        self._closing = _closing_of(prompt)
         self._shape: Shape | None = None
 
     @property
@@ -407,9 +407,9 @@ class TemplateReader:
     up on is invalid, with all that comes behind it.
     """
 
-    def __init__(self, parser: Any, seed: bytes) -> None:
+    def __init__(self, parser: Any, prompt: str, seed: bytes) -> None:
         self.is_reasoning = False
-        self.closing = ""
+        self.closing = _closing_of(prompt)
         self._parser = parser
         self._seed = seed
         self._num_calls = 0
@@ -484,6 +484,11 @@ def shape_of(told: str, name: str) -> Shape:
     shape = max(marked, key=lambda pair: pair[0])[1] if marked else BARE
     key = re.match(r'",\s*"(arguments|parameters)":', behind)
     return shape._replace(arguments_key=key[1]) if key else shape
+
+
+def _closing_of(prompt: str) -> str:
+    """What ends the reasoning block that a prompt's end opens; "" where it opens none."""
+    return next((end for begin, end in REASONING if prompt.rstrip().endswith(begin)), "")
 
 
 def _certain(text: str, marks: Sequence[str], is_whole: bool) -> tuple[str, str]:

@@ -44,13 +44,15 @@ class PromptWriter:
         """The prompt for a handle's messages and `messages` behind them.
 
         Equal to `write` of all messages, but where the tokens sampled for an answer are not what the tokenizer makes of
-        its text, the sampled ones stand. A template that rewrites history leaves only the common part inherited.
+        its text, the sampled ones stand. A template that rewrites history, and a handle made in another framing, leave
+        only the common part inherited.
         """
         if not handle.segments:
             return self.write(messages, framing, reply=reply)
         inherited = handle.messages
         text = self.template.render([*inherited, *messages], framing, reply=reply)
-        rest = self._behind(handle, inherited, text, framing)
+        is_alike = all(segment.framing == framing.digest for segment in handle.segments)
+        rest = self._behind(handle, inherited, text, framing) if is_alike else None
         if rest is not None and self._is_cut(rest):
             return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
         tokens = pack_tokens(self._encode(text))

@@ -193,7 +193,7 @@ class ResidentModel:
         beginning = self.prompts.decode_end(prompt)
         if self._has_response_template:
             parser = self.tokenizer.get_response_parser(prefix=beginning, tools=[*framing.tools] or None)
-            return TemplateReader(parser, seed)
+            return TemplateReader(parser, beginning, seed)
         return MarkReader([tool["function"]["name"] for tool in framing.tools], beginning, seed)
 
     def prefill(self, ids: Sequence[int], tail: KVTail, lane: Lane | None = None) -> torch.Tensor:

@@ -12,12 +12,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
-from langgraph_latent.errors import QueueFullError, RequestTimeoutError
+from langgraph_latent.errors import ConfigError, QueueFullError, RequestCancelledError, RequestTimeoutError
 from langgraph_latent.kv.state import KVTail
 
 MAX_ROWS = 16
@@ -26,23 +27,46 @@ PATIENCE_RATIO = 0.25
 """How long a call waits for requests that have just got a token, as a part of the last call's time."""
 ALONE_CHUNK, SHARED_CHUNK = 2048, 128
 """Tokens of a prompt in one call, for a request alone on the model and beside others, who wait as long for a token."""
-
-
 RETRY_S = 1.0
+"""How long a request waits for room in the queue, per retry."""
+POLL_S = 0.1
+"""How often a request that waits looks whether its caller has gone."""
 
 
-class Limits(NamedTuple):
-    """What a request puts up with.
+@dataclass(frozen=True)
+class Limits:
+    """What a request puts up with, from now on. Raises `ConfigError` for impossible values.
 
     Attributes:
         max_queue: requests under way before it; None for any number.
         max_retries: how many times it waits `RETRY_S` seconds for one of them to end.
         timeout: seconds until it must be done, in all.
+        cancelled: set when its caller has gone.
     """
 
     max_queue: int | None = None
     max_retries: int = 0
     timeout: float | None = None
+    cancelled: threading.Event | None = None
+    began_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.max_queue is not None and not self.max_queue >= 1:
+            raise ConfigError(f"max_queue={self.max_queue!r} is impossible; it must be a whole number above 0, or None")
+        if not self.max_retries >= 0:
+            raise ConfigError(f"max_retries={self.max_retries!r} is impossible; it must be a whole number, 0 or above")
+        if self.timeout is not None and not (isinstance(self.timeout, int | float) and self.timeout > 0):
+            raise ConfigError(
+                f"timeout={self.timeout!r} is impossible; it must be a number of seconds above 0, or None"
+            )
+
+    @property
+    def seconds_left(self) -> float:
+        return math.inf if self.timeout is None else self.began_at + self.timeout - time.monotonic()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.cancelled is not None and self.cancelled.is_set()
 
 
 class Row(NamedTuple):
@@ -76,19 +100,20 @@ class Scheduler:
 
     def lane(self, limits: Limits | None = None) -> Lane:
         """A lane for one request, to be closed. Raises `QueueFullError` where too many are under way for its limits."""
-        max_queue, max_retries, timeout = limits or Limits()
-        lane = Lane(self, timeout)
+        lane = Lane(self, limits or Limits())
+        patience = lane.limits.max_retries * RETRY_S
         with self._changed:
-            if max_queue is not None and not self._changed.wait_for(
-                lambda: len(self._lanes) < max_queue, timeout=min(max_retries * RETRY_S, lane.seconds_left)
-            ):
-                lane.check_time()
+            if not self._changed.wait_for(lambda: self._has_room(lane), min(patience, lane.limits.seconds_left)):
+                lane.check()
                 raise QueueFullError(
-                    f"{len(self._lanes)} requests are under way on this model and max_queue is {max_queue}; ask again "
-                    "later, or raise max_queue"
+                    f"{len(self._lanes)} requests are under way on this model and max_queue is "
+                    f"{lane.limits.max_queue}; ask again later, or raise max_queue"
                 )
             self._lanes.append(lane)
             return lane
+
+    def _has_room(self, lane: Lane) -> bool:
+        return lane.limits.max_queue is None or len(self._lanes) < lane.limits.max_queue
 
     def leave(self, lane: Lane) -> None:
         """End a lane; nobody waits for it any more."""
@@ -126,8 +151,10 @@ class Scheduler:
                 if pause <= 0:
                     return self._take()
                 if is_waiting:
-                    step.lane.check_time()
-                    pause = min(pause, step.lane.seconds_left)
+                    step.lane.check()
+                    pause = min(
+                        pause, step.lane.limits.seconds_left, POLL_S if step.lane.limits.cancelled else math.inf
+                    )
                 self._changed.wait(None if pause == math.inf else pause)
             return []
 
@@ -188,34 +215,31 @@ class Lane:
 
     _numbers = itertools.count()
 
-    def __init__(self, scheduler: Scheduler, timeout: float | None) -> None:
+    def __init__(self, scheduler: Scheduler, limits: Limits) -> None:
+        self.limits = limits
         self.number = next(self._numbers)
         self.served_at = -math.inf
         self.is_prompt = True
         self._scheduler = scheduler
-        self._timeout = timeout
-        self._deadline = math.inf if timeout is None else time.monotonic() + timeout
-
-    @property
-    def seconds_left(self) -> float:
-        return self._deadline - time.monotonic()
 
     @property
     def chunk(self) -> int:
         """How many tokens to feed in one call."""
         return ALONE_CHUNK if self._scheduler.num_requests < 2 else SHARED_CHUNK
 
-    def check_time(self) -> None:
-        """Raise `RequestTimeoutError` where the request's time is over."""
-        if self.seconds_left <= 0:
+    def check(self) -> None:
+        """Raise `RequestTimeoutError` where the request's time is over, `RequestCancelledError` where nobody waits."""
+        if self.limits.is_cancelled:
+            raise RequestCancelledError("whoever asked has gone")
+        if self.limits.seconds_left <= 0:
             raise RequestTimeoutError(
-                f"the request was not done after {self._timeout} s, with {self._scheduler.num_requests} under way on "
-                "this model; raise `timeout`, ask for fewer tokens, or run fewer requests at a time"
+                f"the request was not done after {self.limits.timeout} s, with {self._scheduler.num_requests} under way"
+                " on this model; raise `timeout`, ask for fewer tokens, or run fewer requests at a time"
             )
 
     def feed(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
-        """Logits after `ids` behind a tail, (vocab,). Raises what the model call raises, and `RequestTimeoutError`."""
-        self.check_time()
+        """Logits after `ids` behind a tail, (vocab,). Raises what the model call raises, and what `check` raises."""
+        self.check()
         self.is_prompt = time.monotonic() - self.served_at <= self._scheduler.patience
         return self._scheduler.feed(_Step(self, Row(ids, tail)))
 

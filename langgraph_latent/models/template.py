@@ -6,7 +6,7 @@ the result. It knows text; not token ids.
 
 | code | what happens where the template can't say it |
 |---|---|
-| `tool_calls_as_text` | an assistant's calls follow its text, as JSON in `<tool_call>` tags |
+| `tool_calls_as_text` | calls, be it only several at once or beside text, follow the text in `<tool_call>` tags |
 | `tool_results_as_user` | a tool's result is a user message in `<tool_response>` tags |
 | `tools_in_system` | the tools' JSON schemas and how to call them end the system message |
 | `system_in_user` | the system message leads the first user message |
@@ -53,6 +53,14 @@ class Framing(NamedTuple):
 
     tools: Sequence[dict[str, Any]] = ()
     options: Mapping[str, Any] = {}
+
+    @property
+    def digest(self) -> str:
+        """Sixteen letters that tell framings apart; "" for nothing beside the messages."""
+        if not self.tools and not self.options:
+            return ""
+        text = json.dumps([[*self.tools], dict(self.options)], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 PLAIN = Framing()

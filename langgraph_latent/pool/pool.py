@@ -65,6 +65,7 @@ class CachePool:
         self._buffers: dict[int, set[Entry]] = {}
         self._handles: dict[str, Entry] = {}
         self._owners: dict[str, set[Entry]] = {}
+        self._is_closed = False
         self._clock = itertools.count(1)
 
     def put(self, namespace: Namespace, tokens: bytes, state: KVState, handle: str, owner: str = "") -> list[str]:
@@ -79,6 +80,8 @@ class CachePool:
             return []
         self.check_fits(state.buffer.nbytes)
         with self._lock:
+            if self._is_closed:
+                return [handle]
             entry = self._entry(namespace, tokens, state)
             entry.used = next(self._clock)
             if (known := self._handles.get(handle)) is not None:
@@ -163,6 +166,12 @@ class CachePool:
             for index in (self._indexes, self._buffers, self._handles, self._owners):
                 index.clear()
             return lost
+
+    def close(self) -> list[str]:
+        """`clear`, and keep nothing from now on."""
+        with self._lock:
+            self._is_closed = True
+            return self.clear()
 
     def size_info(self) -> PoolInfo:
         with self._lock:
