@@ -66,7 +66,7 @@ def build(chat: ChatLatent) -> CompiledStateGraph:
     hand_overs = [create_handoff_tool(agent_name=agent.name) for agent in (stock, trucks)]
     return create_supervisor(
         [stock, trucks],
-        model=chat.bind_tools(hand_overs, stop=["\n{"]),  # left alone, this model hands over to one agent after another
+        model=chat,
         tools=hand_overs,
         prompt=LEAD,
         add_handoff_back_messages=False,

@@ -401,7 +401,7 @@ RESPONSE = {
 
 
 def template_reader(prompt: str = "<|im_start|>assistant\n", response: dict[str, Any] = RESPONSE) -> TemplateReader:
-    return TemplateReader(tiny_tokenizer().get_response_parser(response, prefix=prompt), b"seed")
+    return TemplateReader(tiny_tokenizer().get_response_parser(response, prefix=prompt), prompt, b"seed")
 
 
 @pytest.mark.parametrize(

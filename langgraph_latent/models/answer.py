@@ -16,6 +16,7 @@ from langgraph_latent.handle import Message
 
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|inner_prefix|>", "<|inner_suffix|>"))
 THINKING_FIELDS = ("thinking", "reasoning", "reasoning_content")
+WHITE_SPACE = " \t\r\n"
 ID_LETTERS = 9
 """Length of a tool call's id: what Mistral's templates demand, and all others take."""
 
@@ -62,7 +63,7 @@ class Shape(NamedTuple):
     """A form in which models write tool calls.
 
     Attributes:
-        begin: what opens it; "" for calls without a mark, which must be the whole answer and name a known tool.
+        begin: what opens it; "" for calls without a mark, which must begin the answer and name a known tool.
         end: what closes it; "" where it reaches to the answer's end.
         read: the calls in what stands between; raises `ValueError` where there are none.
         arguments_key: under which key a call's JSON object has the arguments; "" where a call is none.
@@ -288,7 +289,7 @@ class MarkReader:
         self._num_calls = 0
         self._rest = ""
         self._has_begun = False
-        self._skips_space = False
+        self._skipped = ""  # what is dropped before the next text
         self._closing = _closing_of(prompt)
         self._shape: Shape | None = None
 
@@ -331,15 +332,16 @@ class MarkReader:
         piece, mark, rest = self._rest.partition(self._closing)
         if mark:
             self._rest, self._closing = rest, ""
-            self._has_begun, self._skips_space = False, True
+            self._has_begun, self._skipped = False, WHITE_SPACE
         else:
             piece, self._rest = _certain(self._rest, (self._closing,), is_whole)
         return [Reasoning(piece)]
 
     def _text(self, is_whole: bool) -> list[Part]:
+        if self._skipped:
+            self._rest = self._rest.lstrip(self._skipped)
+            self._skipped = "" if self._rest else self._skipped
         start = self._rest.lstrip()
-        if self._skips_space:
-            self._rest, self._skips_space = start, not start
         if not self._has_begun:
             for begin, end in REASONING:
                 if start.startswith(begin):
@@ -348,7 +350,7 @@ class MarkReader:
             openings = [begin for begin, _ in REASONING]
             if self._tools:
                 if start.startswith(("{", "[{", "```")):
-                    return self._bare(is_whole)
+                    return self._bare(start, is_whole)
                 openings += ["```", "[{"]
             if not is_whole and any(begin.startswith(start) for begin in openings):
                 return []
@@ -365,18 +367,22 @@ class MarkReader:
         self._has_begun = self._has_begun or bool(piece.strip())
         return [Text(piece)]
 
-    def _bare(self, is_whole: bool) -> list[Part]:
-        """An answer that begins like JSON: held back until it is whole, then calls of known tools or just text."""
-        if not is_whole:
-            return []
-        self._has_begun = True
+    def _bare(self, start: str, is_whole: bool) -> list[Part]:
+        """An answer that begins like JSON: calls of known tools as soon as they are whole, or just text."""
+        size = len(start)
         try:
-            calls = BARE.calls(self._rest)
-        except ValueError:
+            if not start.startswith("`"):
+                size = JSON.raw_decode(start)[1]
+            elif not is_whole:
+                return []
+            calls = BARE.calls(start[:size])
+        except (ValueError, RecursionError):
+            self._has_begun = is_whole
             return []
         if any(call.name not in self._tools for call in calls):
+            self._has_begun = True
             return []
-        self._rest = ""
+        self._rest, self._skipped = start[size:], WHITE_SPACE + ";,"
         return [self._made(call) for call in calls]
 
     def _call(self, shape: Shape, is_whole: bool) -> list[Part]:
@@ -384,7 +390,7 @@ class MarkReader:
         if not mark and not is_whole:
             return []
         self._rest, self._shape = rest, None
-        self._has_begun, self._skips_space = False, True
+        self._has_begun, self._skipped = False, WHITE_SPACE
         try:
             if shape.end and not mark:
                 JSON.decode(body)  # cut behind a complete call: only its closing mark is missing
