@@ -235,9 +235,22 @@ def test_numbers_that_a_checkpoint_keeps_are_exact(number: float) -> None:
 def test_calls_of_unknown_tools_are_calls_only_with_a_mark() -> None:
     """With a mark the graph's tool node answers that there is no such tool; bare JSON may be the answer itself."""
     assert called(read(['<tool_call>{"name": "other", "arguments": {}}</tool_call>'])) == [("other", {})]
-    for form in ("bare", "bare list", "fence"):
+    for form in ("bare list", "fence"):
         text = FORMS[form].write([("add", {}), ("other", {})])
         assert said(read([text])) == (text, "", [], [])
+    known, other = (FORMS["bare"].write([(name, {})]) for name in ("add", "other"))
+    assert said(read([other])) == (other, "", [], [])
+    both = read([known + "\n" + other])
+    assert (both.text, called(both)) == (other, [("add", {})])
+
+
+def test_a_bare_call_is_told_as_soon_as_it_is_whole() -> None:
+    """So that an answer can end behind its first call; and what is cut behind it does not take it along."""
+    known = FORMS["bare"].write([("add", {"x": 1})])
+    by = reader()
+    assert [(part.name, part.arguments) for letter in known for part in by.push(letter)] == [("add", {"x": 1})]
+    cut = read([known + '\n{"name": "add", "argu'])
+    assert (cut.text, called(cut)) == ('{"name": "add", "argu', [("add", {"x": 1})])
 
 
 def test_a_mark_within_a_string_of_bare_json_is_part_of_the_string() -> None:
