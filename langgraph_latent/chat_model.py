@@ -1,4 +1,4 @@
-"""`ChatLatent`: a LangChain chat model over a resident model. It knows LangChain's contract, not its messages."""
+"""`ChatLatent`: a LangChain chat model over a resident model: options, tools, structured output, streaming."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ChatLatent(BaseChatModel):
         top_p, top_k, seed, max_tokens, stop: as usual; each can be given per call too.
         timeout: seconds after which a call raises `RequestTimeoutError`; None for no limit. Per call too.
         max_queue: calls under way on the model beyond which a new one raises `QueueFullError`; None for no limit.
-        max_retries: how many times, a second apart, a call tries again when the queue is full.
+        max_retries: how many seconds a call waits for room when the queue is full.
         template_options: what the chat template is told beside the messages, such as `{"enable_thinking": False}`. Per
             call too.
         streaming: `invoke` streams internally, for callbacks that want tokens.
@@ -256,18 +256,24 @@ class ChatLatent(BaseChatModel):
             method: "function_calling" forces a call of a tool with the schema; "json_schema" asks for JSON of the
                 schema at the prompt's end; "json_mode" allows any JSON object and leaves asking to the prompt.
             include_raw: answer with a dict of `raw`, `parsed` and `parsing_error`.
+            strict: accepted and not needed: decoding is always strict.
         """
         check_grammars()
         if method == "function_calling":
-            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+            if kwargs:
+                raise ConfigError(
+                    f"with_structured_output takes no {next(iter(kwargs))!r}; give call options to invoke()"
+                )
+            return super().with_structured_output(schema, include_raw=include_raw)
         if method not in ("json_schema", "json_mode"):
             raise ConfigError(f"method={method!r} is unknown; known methods: function_calling, json_schema, json_mode")
-        as_json = convert_to_json_schema(schema)
-        is_schema = method == "json_schema"
+        self._check_names(kwargs)
+        form: dict[str, Any] = {"type": "json_object"}
+        if method == "json_schema":
+            as_json = convert_to_json_schema(schema)
+            form = {"type": "json_schema", "json_schema": {"name": as_json["title"], "schema": as_json}}
         llm = self.bind(
-            response_format={"type": "json_schema", "json_schema": {"name": as_json["title"], "schema": as_json}}
-            if is_schema
-            else {"type": "json_object"},
+            response_format=form,
             ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},
             **kwargs,
         )
@@ -474,8 +480,9 @@ class ChatLatent(BaseChatModel):
         """What the answer is constrained to, if anything. Raises `ConfigError` for an unknown choice or format."""
         tools, choice = _tools_of(options), options.get("tool_choice")
         schema = _schema_of(options.get("response_format"))
-        if isinstance(choice, Mapping):
-            choice = choice.get("function", choice).get("name")
+        if isinstance(choice, Mapping):  # in OpenAI's form, or in Anthropic's; any other is refused below
+            named = choice.get("function", choice)
+            choice = (named.get("name") if isinstance(named, Mapping) else None) or {**choice}
         if choice in UNFORCED:
             return None if schema is None else Constraint(tools, schema)
         chosen = [tool for tool in tools if choice in FORCED or tool["function"]["name"] == choice]
@@ -545,7 +552,8 @@ def _schema_of(response_format: Any) -> Mapping[str, Any] | None:
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind == "json_object":
         return {"type": "object"}
-    schema = response_format["json_schema"].get("schema") if kind == "json_schema" else None
+    named = response_format.get("json_schema") if kind == "json_schema" else None
+    schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, Mapping):
         raise ConfigError(
             f"response_format={response_format!r} is unknown; use with_structured_output(), or "

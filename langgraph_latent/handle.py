@@ -73,13 +73,13 @@ class Segment:
         """Make a segment of packed `tokens`. Raises `HandleError` for an unknown kind."""
         if kind not in SEGMENT_KINDS:
             raise HandleError(f"unknown segment kind {kind!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
-        digest = hashlib.sha256(f"{kind} {len(source)} {source} {len(messages)} ".encode("utf-8", "surrogatepass"))
+        head = f"{kind} {len(source)} {source} {len(framing)} {framing} {len(messages)} "
+        digest = hashlib.sha256(head.encode("utf-8", "surrogatepass"))
         own = []
         for message in messages:
             copy, canonical = _copied(message)
             own.append(copy)
             digest.update(canonical)
-        digest.update(framing.encode())
         digest.update(tokens)
         return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(own), digest.hexdigest(), framing)
 

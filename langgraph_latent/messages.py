@@ -42,7 +42,9 @@ def plain_message(message: BaseMessage) -> Message:
     else:
         known = [name for kind, name in ROLES.items() if isinstance(message, kind)]
         if not known:
-            raise PromptError(f"a {type(message).__name__} can't be part of a prompt")
+            raise PromptError(
+                f"a {type(message).__name__} can't be part of a prompt; pass human, system, assistant or tool messages"
+            )
         role = known[0]
     plain: Message = {"role": role, "content": _text_of(message)}
     if message.name:
@@ -106,7 +108,7 @@ def _text_of(message: BaseMessage) -> str:
         if kind in OUTSIDE_TEXT and isinstance(message, AIMessage):
             continue
         if kind not in ("text", "text-plain"):
-            raise PromptError(f"a message holds a block of type {kind!r}; this model reads text only")
+            raise PromptError(f"a message holds a block of type {kind!r}; this model reads text only; leave it out")
         texts.append(block if isinstance(block, str) else str(block.get("text", "")))
     if isinstance(message, AIMessage):
         raws = [call["args"] for call in message.invalid_tool_calls if call["args"]]

@@ -5,6 +5,7 @@ It knows the workspace and the model; not LangChain's messages and not LangGraph
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,8 +93,9 @@ class Turn:
         number `max_calls`.
         """
         model, prompt = self._model, self._delivery.tokens
-        detokenizer = Detokenizer(model.tokenizer, sampling.stop, model.answer_marks(self._framing))
-        reader = model.answer_reader(prompt, self._framing, self._origin.node)
+        detokenizer = Detokenizer(model.tokenizer, sampling.stop, model.answers.marks(self._framing))
+        seed = hashlib.sha256(self._origin.node.encode() + b"\0" + prompt).digest()
+        reader = model.answers.reader(model.prompts.decode_end(prompt), self._framing, seed)
         if constraint is not None:
             processors = [*processors, model.grammars.compile(constraint, after=reader.closing)]
         sampler = Sampler(sampling, model.model.generation_config, model.device, prompt, processors)

@@ -12,10 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from langgraph_latent.models.answer import (
-    CALL_MARKS,
-    MARKED,
     REASONING,
-    SHAPES,
     Answer,
     Call,
     InvalidCall,
@@ -24,8 +21,8 @@ from langgraph_latent.models.answer import (
     Reasoning,
     TemplateReader,
     Text,
-    shape_of,
 )
+from langgraph_latent.models.shapes import CALL_MARKS, MARKED, SHAPES, shape_of
 from langgraph_latent.testing import tiny_tokenizer
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
@@ -388,7 +385,8 @@ def test_ids_differ_by_what_was_asked_and_repeat_for_the_same() -> None:
     ],
 )
 def test_a_forced_call_is_written_in_the_templates_form_where_that_is_json(told: str, begin: str) -> None:
-    shape = shape_of(told, "it")
+    before, _, behind = told.partition("it")
+    shape = shape_of(before, behind)
     assert shape.begin == begin
     assert ("parameters" in told) <= (shape.arguments_key == "parameters")
     call = f'{{"name": "add", "{shape.arguments_key}": {{"a": 1}}}}'

@@ -22,8 +22,9 @@ from typing_extensions import TypedDict
 
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.errors import ConfigError, MissingExtraError
-from langgraph_latent.models.answer import BARE, SHAPES, MarkReader
+from langgraph_latent.models.answer import MarkReader
 from langgraph_latent.models.grammar import Constraint, GrammarCompiler
+from langgraph_latent.models.shapes import BARE, SHAPES
 from langgraph_latent.testing import CHATML, tiny_tokenizer
 
 

@@ -450,7 +450,7 @@ def test_prefill_in_chunks_is_prefill_in_one_pass(
     ids = torch.randint(3, 300, (100,), generator=torch.Generator().manual_seed(3)).tolist()
     with torch.no_grad():
         whole = model.model(torch.tensor([ids])).logits[0, -1]
-    monkeypatch.setattr(scheduler, "ALONE_CHUNK", chunk)
+    monkeypatch.setattr(scheduler, "ALONE_CHUNK_TOKENS", chunk)
     with model.empty_state().append(len(ids)) as tail:
         logits = model.prefill(ids, tail)
         state = tail.seal()

@@ -185,10 +185,10 @@ def test_a_request_that_does_not_come_back_holds_nobody_up(requests: Requests) -
 
 def test_a_prompt_is_fed_in_smaller_parts_beside_others(requests: Requests) -> None:
     with requests.scheduler.lane() as lane:
-        alone = lane.chunk
+        alone = lane.chunk_tokens
         with requests.scheduler.lane():
-            assert 1 < lane.chunk < alone
-        assert lane.chunk == alone
+            assert 1 < lane.chunk_tokens < alone
+        assert lane.chunk_tokens == alone
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ LAYERS = [
     "models",
     "models.digest",
     "models.sampling",
+    "models.shapes",
     "models.template",
     "models.answer",
     "models.grammar",

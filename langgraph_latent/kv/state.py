@@ -1,7 +1,7 @@
 """One sequence's KV cache as an immutable value, and the only door to transformers' `Cache`.
 
 A `KVState` is a length over a `KVBuffer`; a `KVTail` is the right to write behind it, dressed as a `Cache` for one
-model call after another; `KVRows` dresses several of them for one call. None knows which model or tokens it belongs to.
+model call after another; `rows_cache` dresses several of them for one call. None knows which model or tokens it is of.
 """
 
 from __future__ import annotations
@@ -268,16 +268,14 @@ class _TailLayer(CacheLayerMixin):
         return store.view(self._kind.first_needed(self.length), self.length) if self.length else (None, None)
 
 
-class KVRows:
-    """Several sequences' tails dressed as one `Cache`, for a forward over their new tokens side by side, (1, seq).
+def rows_cache(tails: Sequence[KVTail], sizes: Sequence[int]) -> Cache:
+    """Several sequences' tails as one `Cache`, for a forward over their new tokens side by side, (1, seq).
 
     What a layer hands to attention are `RowKeys`: only an attention function that knows them can use this cache.
     """
-
-    def __init__(self, tails: Sequence[KVTail], sizes: Sequence[int]) -> None:
-        layers = zip(*(tail.cache.layers for tail in tails), strict=True)
-        siblings = _siblings(tails, sizes)
-        self.cache = Cache(layers=[_RowsLayer(rows, sizes, siblings) for rows in layers])
+    siblings = _siblings(tails, sizes)
+    layers = zip(*(tail.cache.layers for tail in tails), strict=True)
+    return Cache(layers=[_RowsLayer(rows, sizes, siblings) for rows in layers])
 
 
 class Siblings(NamedTuple):

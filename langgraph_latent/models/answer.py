@@ -1,24 +1,26 @@
 """What an answer's text says: text, reasoning and tool calls, told apart while it is written. Plain text and JSON only.
 
-`SHAPES` has one row per form in which models write tool calls, `REASONING` one per form of thinking aloud. A tokenizer
-that ships its own response template is read by that instead.
+Reasoning goes by the marks in `REASONING`, calls by those in `SHAPES`. A tokenizer that ships its own response template
+is read by that instead.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from transformers import PreTrainedTokenizerBase
+
 from langgraph_latent.handle import Message
+from langgraph_latent.models.shapes import BARE, CALL_MARKS, JSON, MARKED, Shape
+from langgraph_latent.models.template import ID_LETTERS, Framing
 
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|inner_prefix|>", "<|inner_suffix|>"))
 THINKING_FIELDS = ("thinking", "reasoning", "reasoning_content")
 WHITE_SPACE = " \t\r\n"
-ID_LETTERS = 9
-"""Length of a tool call's id: what Mistral's templates demand, and all others take."""
 
 
 class Text(NamedTuple):
@@ -52,170 +54,7 @@ class InvalidCall(NamedTuple):
 Part = Text | Reasoning | Call | InvalidCall
 
 
-class Named(NamedTuple):
-    """A function's name and arguments, as found in an answer."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-class Shape(NamedTuple):
-    """A form in which models write tool calls.
-
-    Attributes:
-        begin: what opens it; "" for calls without a mark, which must begin the answer and name a known tool.
-        end: what closes it; "" where it reaches to the answer's end.
-        read: the calls in what stands between; raises `ValueError` where there are none.
-        arguments_key: under which key a call's JSON object has the arguments; "" where a call is none.
-    """
-
-    begin: str
-    end: str
-    read: Callable[[str], list[Named]]
-    arguments_key: str = "arguments"
-
-    def calls(self, text: str) -> list[Named]:
-        """The calls in a text. Raises `ValueError` where there are none, or none that a checkpoint can keep."""
-        try:
-            calls = self.read(text)
-            json.dumps(calls, ensure_ascii=False).encode()  # half a surrogate pair is no text
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-        return calls
-
-
-def _integer(text: str) -> int:
-    value = int(text)
-    if not -(1 << 63) <= value < 1 << 64:
-        raise ValueError(f"{text} has more than 64 bits")
-    return value
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
-
-
-JSON = json.JSONDecoder(parse_int=_integer, parse_constant=_no_number)
-"""Reads what a checkpoint can keep."""
-
-
-def _json_calls(text: str) -> list[Named]:
-    """JSON objects (a list of them, or one after another), `name` or `function` with `arguments` or `parameters`."""
-    values, at = [], 0
-    while rest := text[at:].lstrip(" \t\r\n;,"):
-        at = len(text) - len(rest)
-        value, size = JSON.raw_decode(rest)
-        values += value if isinstance(value, list) else [value]
-        at += size
-    if not values:
-        raise ValueError("there is no JSON object")
-    return [_json_call(value) for value in values]
-
-
-def _json_call(value: Any) -> Named:
-    if not isinstance(value, Mapping):
-        raise ValueError("a call is no JSON object")
-    inner = value.get("function")
-    if isinstance(inner, Mapping):
-        value = inner
-    name = value.get("name", inner)
-    arguments: Any = next((value[key] for key in ("arguments", "parameters", "args") if key in value), {})
-    if isinstance(arguments, str):
-        arguments = JSON.decode(arguments)
-    if not isinstance(name, str) or not name:
-        raise ValueError("a call has no name")
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {name!r} are no JSON object")
-    return Named(name, arguments)
-
-
-def _tagged_calls(text: str) -> list[Named]:
-    """JSON, or what some models write in the same tags: `<function=name><parameter=key>value</parameter></function>`
-    (Qwen3-Coder), or a name and then `<arg_key>key</arg_key><arg_value>value</arg_value>` (GLM)."""
-    if "<function=" in text:
-        return _function_calls(text)
-    name, mark, _ = text.partition("<arg_key>")
-    if not mark:
-        return _json_calls(text)
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", text, re.DOTALL)
-    return [Named(name.strip(), {key.strip(): _value(value) for key, value in pairs})]
-
-
-def _function_calls(text: str) -> list[Named]:
-    found = re.findall(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", text, re.DOTALL)
-    if not found:
-        raise ValueError("there is no <function=...>")
-    return [Named(name.strip(), _function_arguments(body)) for name, body in found]
-
-
-def _function_arguments(body: str) -> dict[str, Any]:
-    parameters = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
-    if not parameters and body.strip():
-        arguments = JSON.decode(body)
-        if not isinstance(arguments, dict):
-            raise ValueError("the arguments are no JSON object")
-        return arguments
-    return {name.strip(): _value(text) for name, text in parameters}
-
-
-def _value(text: str) -> Any:
-    """A parameter's value: JSON where it is that, else the text itself."""
-    try:
-        return JSON.decode(text)
-    except ValueError:
-        return text
-
-
-def _mistral_calls(text: str) -> list[Named]:
-    """A JSON list, or `name{...}`, `name[ARGS]{...}` one after another."""
-    if text.lstrip().startswith(("[", "{")):
-        return _json_calls(text)
-    calls: list[Named] = []
-    rest = text.strip()
-    while rest or not calls:
-        found = re.match(r"(?:\[TOOL_CALLS\])?\s*([\w.-]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(?=\{)", rest)
-        if not found:
-            raise ValueError("expected a function's name and its arguments")
-        arguments, size = JSON.raw_decode(rest[found.end() :])
-        calls.append(Named(found[1], arguments))
-        rest = rest[found.end() + size :].lstrip(" \t\r\n,;")
-    return calls
-
-
-def _deepseek_calls(text: str) -> list[Named]:
-    calls = re.findall(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", text, re.DOTALL)
-    if not calls:
-        raise ValueError("there is no complete call")
-    named = []
-    for head, body in calls:
-        old = re.fullmatch(r"\s*([^\n]+)\n```(?:json)?\n(.*?)\n?```\s*", body, re.DOTALL)
-        name, arguments = (old[1], old[2]) if old else (head, body)
-        named.append(_json_call({"name": name.strip(), "arguments": arguments}))
-    return named
-
-
-def _bare_calls(text: str) -> list[Named]:
-    """JSON alone, or in a fence of backticks."""
-    fenced = re.fullmatch(r"\s*```(?:json|tool_call|)\s*\n?(.*?)\n?\s*```\s*", text, re.DOTALL)
-    return _json_calls(fenced[1] if fenced else text)
-
-
-SHAPES = (
-    Shape("<tool_call>", "</tool_call>", _tagged_calls),  # Qwen, Hermes, SmolLM3, GLM, Granite and most others
-    Shape("[TOOL_CALLS]", "", _mistral_calls),  # Mistral
-    Shape("<|python_tag|>", "", _json_calls, "parameters"),  # Llama 3
-    Shape("<function=", "</function>", lambda text: _function_calls(f"<function={text}</function>"), ""),  # Llama 3.1
-    Shape("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _deepseek_calls, ""),  # DeepSeek V3, R1
-    Shape("<|tool_call|>", "", _json_calls),  # Granite 3, Phi 4
-    Shape("", "", _bare_calls),  # Llama 3.2, Qwen2.5-Coder: a JSON object and nothing else
-)
-BARE = SHAPES[-1]
-MARKED = SHAPES[:-1]
 REASONING_MARKS = frozenset(mark for pair in REASONING for mark in pair)
-CALL_MARKS = frozenset(
-    [mark for shape in MARKED for mark in (shape.begin, shape.end)]
-    + ["[ARGS]", "[CALL_ID]", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
-)
 
 
 class Reader(Protocol):
@@ -274,6 +113,35 @@ class Answer:
         return message
 
 
+class AnswerReaders:
+    """Makes the readers for one tokenizer's answers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[int]) -> None:
+        self._tokenizer: Any = tokenizer
+        self._added = {each.content: token for token, each in tokenizer.added_tokens_decoder.items()}
+        self._end_tokens = frozenset(end_tokens)
+        self._has_response_template = bool(getattr(tokenizer, "response_template", None))
+
+    def marks(self, framing: Framing) -> frozenset[int]:
+        """Token ids, special ones among them, that mean something to `reader`."""
+        if self._has_response_template:
+            return frozenset(self._added.values()) - self._end_tokens
+        marks = REASONING_MARKS | CALL_MARKS if framing.tools else REASONING_MARKS
+        return frozenset(token for text, token in self._added.items() if text in marks)
+
+    def reader(self, prompt: str, framing: Framing, seed: bytes) -> Reader:
+        """What tells an answer's parts apart.
+
+        Args:
+            prompt: the text before the answer, or its end.
+            seed: what the ids of calls are made from.
+        """
+        if self._has_response_template:
+            parser = self._tokenizer.get_response_parser(prefix=prompt, tools=[*framing.tools] or None)
+            return TemplateReader(parser, prompt, seed)
+        return MarkReader([tool["function"]["name"] for tool in framing.tools], prompt, seed)
+
+
 class MarkReader:
     """Reads by the marks in `SHAPES` and `REASONING`.
 
@@ -285,8 +153,7 @@ class MarkReader:
 
     def __init__(self, tools: Collection[str], prompt: str, seed: bytes) -> None:
         self._tools = frozenset(tools)
-        self._seed = seed
-        self._num_calls = 0
+        self._ids = _call_ids(seed)
         self._rest = ""
         self._has_begun = False
         self._skipped = ""  # what is dropped before the next text
@@ -354,8 +221,9 @@ class MarkReader:
                 openings += ["```", "[{"]
             if not is_whole and any(begin.startswith(start) for begin in openings):
                 return []
-        marks = [shape.begin for shape in MARKED] if self._tools else []
-        found = [(at, shape) for shape in MARKED if self._tools and (at := self._rest.find(shape.begin)) >= 0]
+        shapes = MARKED if self._tools else ()
+        marks = [shape.begin for shape in shapes]
+        found = [(at, shape) for shape in shapes if (at := self._rest.find(shape.begin)) >= 0]
         if found:
             at, shape = min(found, key=lambda pair: pair[0])
             piece, self._rest, self._shape = self._rest[:at].rstrip(), self._rest[at + len(shape.begin) :], shape
@@ -383,7 +251,7 @@ class MarkReader:
             self._has_begun = True
             return []
         self._rest, self._skipped = start[size:], WHITE_SPACE + ";,"
-        return [self._made(call) for call in calls]
+        return [Call(*call, next(self._ids)) for call in calls]
 
     def _call(self, shape: Shape, is_whole: bool) -> list[Part]:
         body, mark, rest = self._rest.partition(shape.end) if shape.end else (self._rest, "", "")
@@ -394,16 +262,9 @@ class MarkReader:
         try:
             if shape.end and not mark:
                 JSON.decode(body)  # cut behind a complete call: only its closing mark is missing
-            return [self._made(call) for call in shape.calls(body)]
+            return [Call(*call, next(self._ids)) for call in shape.calls(body)]
         except ValueError as error:
-            return [InvalidCall(f"{shape.begin}{body}{mark}", str(error), self._next_id())]
-
-    def _made(self, call: Named) -> Call:
-        return Call(call.name, call.arguments, self._next_id())
-
-    def _next_id(self) -> str:
-        self._num_calls += 1
-        return hashlib.sha256(self._seed + self._num_calls.to_bytes(4, "big")).hexdigest()[:ID_LETTERS]
+            return [InvalidCall(f"{shape.begin}{body}{mark}", str(error), next(self._ids))]
 
 
 class TemplateReader:
@@ -417,8 +278,7 @@ class TemplateReader:
         self.is_reasoning = False
         self.closing = _closing_of(prompt)
         self._parser = parser
-        self._seed = seed
-        self._num_calls = 0
+        self._ids = _call_ids(seed)
         self._text = ""
         self._told = 0  # how much of the text the parser has told of
         self._field, self._begin, self._said = "", 0, ""  # the region under way: where its mark begins, what it holds
@@ -437,7 +297,7 @@ class TemplateReader:
     def flush(self) -> list[Part]:
         parts = [] if self._error else self._read(lambda: self._parser.finalize()[1])
         if self._error and self._field == "tool_calls":
-            parts.append(InvalidCall(self._text[self._begin :], self._error, self._next_id()))
+            parts.append(InvalidCall(self._text[self._begin :], self._error, next(self._ids)))
         elif self._error and self._told < len(self._text):
             parts.append(Text(self._text[self._told :]))
         return parts
@@ -473,23 +333,15 @@ class TemplateReader:
 
     def _calls(self, value: Any) -> list[Part]:
         try:
-            return [Call(*call, self._next_id()) for call in BARE.calls(json.dumps(value))]
+            return [Call(*call, next(self._ids)) for call in BARE.calls(json.dumps(value))]
         except (ValueError, TypeError) as error:
-            return [InvalidCall(self._text[self._begin :], str(error), self._next_id())]
-
-    def _next_id(self) -> str:
-        self._num_calls += 1
-        return hashlib.sha256(self._seed + self._num_calls.to_bytes(4, "big")).hexdigest()[:ID_LETTERS]
+            return [InvalidCall(self._text[self._begin :], str(error), next(self._ids))]
 
 
-def shape_of(told: str, name: str) -> Shape:
-    """The shape in which a template tells a call of function `name`, of those that hold JSON; `BARE` where it is none
-    that has a mark."""
-    before, _, behind = told.partition(name)
-    marked = [(before.rfind(shape.begin), shape) for shape in MARKED if shape.arguments_key and shape.begin in before]
-    shape = max(marked, key=lambda pair: pair[0])[1] if marked else BARE
-    key = re.match(r'",\s*"(arguments|parameters)":', behind)
-    return shape._replace(arguments_key=key[1]) if key else shape
+def _call_ids(seed: bytes) -> Iterator[str]:
+    """Ids for an answer's calls, one after another; the same for the same seed."""
+    for number in itertools.count(1):
+        yield hashlib.sha256(seed + number.to_bytes(4, "big")).hexdigest()[:ID_LETTERS]
 
 
 def _closing_of(prompt: str) -> str:

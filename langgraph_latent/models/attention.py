@@ -9,7 +9,7 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,12 +24,14 @@ MIN_SHARED = 128
 """Shared tokens from which on reading them once for several rows is faster."""
 
 
-def use_row_attention(model: PreTrainedModel) -> None:
-    """Switch a model that runs transformers' sdpa to `row_attention`; leave every other model alone."""
-    if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(NAME, row_attention)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
-        model.set_attn_implementation(NAME)
+def use_row_attention(model: PreTrainedModel) -> bool:
+    """Switch a model that runs transformers' sdpa to `row_attention`; leave every other model alone, and say so."""
+    if model.config._attn_implementation != "sdpa":
+        return False
+    AttentionInterface.register(NAME, row_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+    return True
 
 
 def row_attention(
@@ -46,14 +48,15 @@ def row_attention(
     Returns (batch, q, heads, head_dim), as transformers' attention functions do.
     """
     is_plain = not options.get("dropout") and options.get("position_bias") is None and options.get("softcap") is None
+    is_grouped = is_plain and query.device.type == "cpu" and query.shape[1] > key.shape[1]
     scale = options.get("scaling")
     if isinstance(key, RowKeys):
         if not is_plain:
             raise NotImplementedError("dropout, position bias and soft caps are not computed row by row")
         output = torch.cat(_attend_rows(query, key, scale), dim=2)
-    elif is_plain and query.device.type == "cpu" and query.shape[1] > key.shape[1] and query.shape[2] == 1:
+    elif is_grouped and query.shape[2] == 1:
         output = _attend_once(query, key, value, attention_mask, scale)
-    elif is_plain and query.device.type == "cpu" and query.shape[1] > key.shape[1] and attention_mask is not None:
+    elif is_grouped and attention_mask is not None:
         output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
     else:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -96,28 +99,35 @@ def _attend_siblings(
         own_values[row, :, :length] = values[0, :, num_shared:]
     ends = torch.tensor(lengths, device=queries.device)[:, None, None, None]
     own = _partial(grouped, own_keys, own_values, torch.arange(max(lengths), device=queries.device) >= ends)
-    shared = [part.view(kv_heads, num_rows, -1, part.shape[-1]).transpose(0, 1) for part in shared]
+    shared = _Part(*(part.view(kv_heads, num_rows, -1, part.shape[-1]).transpose(0, 1) for part in shared))
     return _joined(shared, own).reshape(num_rows, 1, heads, 1, dim).unbind()
+
+
+class _Part(NamedTuple):
+    """Attention over a part of the keys, before it is divided by the sum of its weights."""
+
+    values: torch.Tensor
+    weight: torch.Tensor
+    peak: torch.Tensor
 
 
 def _partial(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None = None
-) -> list[torch.Tensor]:
-    """Attention over a part of the keys, before it is divided: weighted values, sum of weights, largest score."""
+) -> _Part:
     scores = query @ keys.transpose(-1, -2)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     peak = scores.amax(-1, keepdim=True)
     weights = (scores - peak).exp_()
-    return [weights @ values, weights.sum(-1, keepdim=True), peak]
+    return _Part(weights @ values, weights.sum(-1, keepdim=True), peak)
 
 
-def _joined(first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
+def _joined(first: _Part, second: _Part) -> torch.Tensor:
     """Attention over all keys from that over two parts of them."""
-    peak = torch.maximum(first[2], second[2])
-    shares = [(part[2] - peak).exp() for part in (first, second)]
-    values = first[0] * shares[0] + second[0] * shares[1]
-    return values / (first[1] * shares[0] + second[1] * shares[1])
+    peak = torch.maximum(first.peak, second.peak)
+    share, other_share = (first.peak - peak).exp(), (second.peak - peak).exp()
+    values = first.values * share + second.values * other_share
+    return values / (first.weight * share + second.weight * other_share)
 
 
 def _attend_once(

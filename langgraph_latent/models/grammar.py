@@ -9,6 +9,7 @@ import importlib.util
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessor
 
 from langgraph_latent.errors import ConfigError, MissingExtraError
-from langgraph_latent.models.answer import Shape
+from langgraph_latent.models.shapes import Shape
 
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it. With free white space a weak model writes blanks until its tokens are used up."""
@@ -28,6 +29,7 @@ AS_THEY_ARE = ("allOf", "const", "default", "enum", "examples")
 """Parts of a schema that are not closed: what they hold must stay open, or is no schema."""
 
 
+@lru_cache
 def has_grammars() -> bool:
     """Whether the extra `grammar` is installed."""
     return importlib.util.find_spec("llguidance") is not None
@@ -103,7 +105,7 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(self._prepared, grammar, log_level=0)
         if matcher.is_error():
             reason = matcher.get_error().partition("<state>")[0].strip()
-            raise ConfigError(f"this schema can't be enforced while decoding: {reason}")
+            raise ConfigError(f"this schema can't be enforced while decoding; simplify it: {reason}")
         return GrammarProcessor(matcher, self._prepared.vocab_size, token)
 
     def _prepare(self) -> Any:
@@ -118,7 +120,8 @@ class GrammarCompiler:
     def _rules(self, constraint: Constraint, after: str) -> str:
         """A constraint in llguidance's grammar language; any text up to and with `after` comes before it."""
         tools, schema = constraint
-        wanted = " | ".join(["call"] * bool(tools) + ["answer"] * (schema is not None))
+        is_wanted = {"call": bool(tools), "answer": schema is not None}
+        wanted = " | ".join(rule for rule in is_wanted if is_wanted[rule])
         rules = [f"start: thought ({wanted})" if after else f"start: {wanted}"]
         if after:
             rules.append(f"thought[suffix={json.dumps(after)}]: /(.|\\n)*/")
@@ -140,8 +143,10 @@ class GrammarCompiler:
 
     def _mark(self, mark: str) -> str:
         """A mark in the grammar's words: the one token that it is, or its letters."""
+        if not mark:
+            return ""
         token = self._added_token(mark)
-        return json.dumps(mark, ensure_ascii=False) * bool(mark) if token is None else f"<[{token}]>"
+        return json.dumps(mark, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     def _added_token(self, text: str) -> int | None:
         token = self._tokenizer.get_vocab().get(text)
@@ -170,7 +175,7 @@ class GrammarProcessor(LogitsProcessor):
             self._matcher.consume_tokens(new)
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if self._matcher.is_error():
-            raise ConfigError(f"the answer left its grammar: {self._matcher.get_error()}")
+            raise ConfigError(f"this schema is too large to be enforced; simplify it: {self._matcher.get_error()}")
         bits = numpy.unpackbits(self._mask.view(numpy.uint8), bitorder="little")[: scores.shape[-1]]
         allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
         allowed[: len(bits)] = torch.from_numpy(bits).bool()

@@ -23,16 +23,15 @@ from transformers.utils import cached_file
 
 from langgraph_latent.errors import ContextLengthError, HandleError, LatentError, ModelLoadError, UnsupportedLayerError
 from langgraph_latent.handle import KVHandle
-from langgraph_latent.kv.state import KVRows, KVState, KVTail, layer_kinds
-from langgraph_latent.models import template
-from langgraph_latent.models.answer import CALL_MARKS, REASONING_MARKS, MarkReader, Reader, TemplateReader, shape_of
+from langgraph_latent.kv.state import KVState, KVTail, layer_kinds, rows_cache
+from langgraph_latent.models.answer import AnswerReaders
 from langgraph_latent.models.attention import use_row_attention
 from langgraph_latent.models.digest import weights_digest
 from langgraph_latent.models.grammar import GrammarCompiler
 from langgraph_latent.models.prompt import PromptWriter
 from langgraph_latent.models.sampling import Sampler
-from langgraph_latent.models.scheduler import Lane, Row, Scheduler
-from langgraph_latent.models.template import Framing
+from langgraph_latent.models.scheduler import MAX_ROWS, Lane, Row, Scheduler
+from langgraph_latent.models.shapes import shape_of
 from langgraph_latent.spec import LayerSpec, ModelSpec
 
 PROBE_WINDOW = 256
@@ -68,6 +67,7 @@ class ResidentModel:
         kinds: its cache layers.
         prompts: renders messages for it.
         devices: where each cache layer lives.
+        answers: reads what was sampled.
         scheduler: lets concurrent requests share model calls.
         end_tokens: token ids that end an answer.
         cache_argument: the name under which the installed forward takes a cache.
@@ -78,20 +78,17 @@ class ResidentModel:
         self.tokenizer = tokenizer
         self.kinds = layer_kinds(model.config)
         self.prompts = PromptWriter(tokenizer, name)
-        self._added_tokens = {each.content: token for token, each in tokenizer.added_tokens_decoder.items()}
-        self._has_response_template = bool(getattr(tokenizer, "response_template", None))
-        self.scheduler = Scheduler(self.forward)
         self._lock = threading.Lock()
         attention = str(model.config.get_text_config()._attn_implementation)
-        use_row_attention(model)
+        has_rows = use_row_attention(model)
         self.end_tokens = _end_tokens(model, tokenizer)
+        self.answers = AnswerReaders(tokenizer, self.end_tokens)
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
         ids = self._probe_ids()
         probe = self._probe(ids, name)
-        if not self._takes_rows(ids):
-            self.scheduler.max_rows = 1
+        self.scheduler = Scheduler(self.forward, MAX_ROWS if has_rows and self._takes_rows(ids) else 1)
         self.devices = [keys.device for keys, _ in probe]
         self.spec = _spec_of(self, probe, name, weights, attention)
 
@@ -177,24 +174,7 @@ class ResidentModel:
     @cached_property
     def grammars(self) -> GrammarCompiler:
         """Makes constraints for answers."""
-        shape = shape_of(self.prompts.template.call_text, template.MARK)
-        return GrammarCompiler(self.tokenizer, self.end_tokens, shape)
-
-    def answer_marks(self, framing: Framing) -> frozenset[int]:
-        """Token ids, special ones among them, that mean something to `answer_reader`."""
-        if self._has_response_template:
-            return frozenset(self.tokenizer.added_tokens_decoder) - self.end_tokens
-        marks = REASONING_MARKS | CALL_MARKS if framing.tools else REASONING_MARKS
-        return frozenset(token for text, token in self._added_tokens.items() if text in marks)
-
-    def answer_reader(self, prompt: bytes, framing: Framing, source: str) -> Reader:
-        """What tells text, reasoning and tool calls apart in the answer to a prompt of packed tokens."""
-        seed = hashlib.sha256(source.encode() + b"\0" + prompt).digest()
-        beginning = self.prompts.decode_end(prompt)
-        if self._has_response_template:
-            parser = self.tokenizer.get_response_parser(prefix=beginning, tools=[*framing.tools] or None)
-            return TemplateReader(parser, beginning, seed)
-        return MarkReader([tool["function"]["name"] for tool in framing.tools], beginning, seed)
+        return GrammarCompiler(self.tokenizer, self.end_tokens, shape_of(*self.prompts.template.call_frame))
 
     def prefill(self, ids: Sequence[int], tail: KVTail, lane: Lane | None = None) -> torch.Tensor:
         """Feed `ids` behind a tail, in chunks; the logits after the last one, shape (vocab,).
@@ -208,7 +188,7 @@ class ResidentModel:
         begin = 0
         with self._in(lane) as lane:
             while begin < len(ids):
-                end = begin + lane.chunk
+                end = begin + lane.chunk_tokens
                 logits = lane.feed(ids[begin:end], tail)
                 begin = end
         logits[0].item()
@@ -240,14 +220,14 @@ class ResidentModel:
     def _forward_alone(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
         """With a mask over the whole length, as transformers itself runs one sequence."""
         mask = torch.ones((1, tail.num_tokens + len(ids)), dtype=torch.long, device=self.device)
-        return self._run(tail.cache, ids, -1, attention_mask=mask)
+        return self._run(tail.cache, ids, [len(ids) - 1], attention_mask=mask)
 
     def _forward_rows(self, rows: Sequence[Row]) -> torch.Tensor:
         """With the sequences side by side, each at its own positions; `row_attention` keeps them apart."""
         sizes = [len(row.ids) for row in rows]
         positions = [at for ids, tail in rows for at in range(tail.num_tokens, tail.num_tokens + len(ids))]
         return self._run(
-            KVRows([row.tail for row in rows], sizes).cache,
+            rows_cache([row.tail for row in rows], sizes),
             [token for row in rows for token in row.ids],
             [end - 1 for end in itertools.accumulate(sizes)],
             position_ids=torch.tensor([positions], device=self.device),
@@ -255,12 +235,12 @@ class ResidentModel:
         )
 
     @torch.no_grad()
-    def _run(self, cache: Any, ids: Sequence[int], wanted: int | list[int], **arguments: Any) -> torch.Tensor:
+    def _run(self, cache: Any, ids: Sequence[int], wanted: list[int], **arguments: Any) -> torch.Tensor:
         """Logits at the `wanted` indices of `ids`, (wanted, vocab)."""
-        at = torch.tensor([wanted] if isinstance(wanted, int) else wanted, device=self.device)
+        at = torch.tensor(wanted)  # on the CPU: it indexes a tensor of any device
         arguments[self.cache_argument] = cache
         if self._keeps_logits:
-            arguments["logits_to_keep"] = 1 if isinstance(wanted, int) else at
+            arguments["logits_to_keep"] = at
         with self._lock:
             output = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=True, **arguments)
         logits: torch.Tensor = output.logits[0]
@@ -377,7 +357,7 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
 def _spec_of(
     resident: ResidentModel, pairs: list[tuple[torch.Tensor, torch.Tensor]], name: str, weights: str, attention: str
 ) -> ModelSpec:
-    """Read the identity off a loaded model; `pairs` are the keys and values of a run of one token, per layer."""
+    """Read the identity off a loaded model; `pairs` are the keys and values of a short run, per layer."""
     config = resident.model.config.get_text_config()
     layers = tuple(
         LayerSpec(kind.name, kind.window, keys.shape[1], keys.shape[-1], values.shape[-1])

@@ -25,7 +25,7 @@ MAX_ROWS = 16
 """Requests in one model call."""
 PATIENCE_RATIO = 0.25
 """How long a call waits for requests that have just got a token, as a part of the last call's time."""
-ALONE_CHUNK, SHARED_CHUNK = 2048, 128
+ALONE_CHUNK_TOKENS, SHARED_CHUNK_TOKENS = 2048, 128
 """Tokens of a prompt in one call, for a request alone on the model and beside others, who wait as long for a token."""
 RETRY_S = 1.0
 """How long a request waits for room in the queue, per retry."""
@@ -82,6 +82,9 @@ class Scheduler:
     Args:
         run: one model call; logits after the last token of each row, (rows, vocab).
         max_rows: rows in one call; 1 where the model can't take more.
+
+    Attributes:
+        patience_s: how long the next call waits for requests that have just got a token.
     """
 
     def __init__(self, run: Callable[[Sequence[Row]], torch.Tensor], max_rows: int = MAX_ROWS) -> None:
@@ -91,7 +94,7 @@ class Scheduler:
         self._lanes: list[Lane] = []
         self._waiting: list[_Step] = []
         self._is_busy = False
-        self.patience = 0.0
+        self.patience_s = 0.0
 
     @property
     def num_requests(self) -> int:
@@ -101,9 +104,9 @@ class Scheduler:
     def lane(self, limits: Limits | None = None) -> Lane:
         """A lane for one request, to be closed. Raises `QueueFullError` where too many are under way for its limits."""
         lane = Lane(self, limits or Limits())
-        patience = lane.limits.max_retries * RETRY_S
+        max_wait_s = lane.limits.max_retries * RETRY_S
         with self._changed:
-            if not self._changed.wait_for(lambda: self._has_room(lane), min(patience, lane.limits.seconds_left)):
+            if not self._changed.wait_for(lambda: self._has_room(lane), min(max_wait_s, lane.limits.seconds_left)):
                 lane.check()
                 raise QueueFullError(
                     f"{len(self._lanes)} requests are under way on this model and max_queue is "
@@ -146,11 +149,10 @@ class Scheduler:
         """The steps that the caller is to run next, as soon as it is its turn to lead; none when `step` is done."""
         with self._changed:
             while not step.is_done:
-                is_waiting = step in self._waiting
                 pause = math.inf if self._is_busy else self._pause()
                 if pause <= 0:
                     return self._take()
-                if is_waiting:
+                if step in self._waiting:
                     step.lane.check()
                     pause = min(
                         pause, step.lane.limits.seconds_left, POLL_S if step.lane.limits.cancelled else math.inf
@@ -163,7 +165,7 @@ class Scheduler:
         if len(self._waiting) >= self.max_rows:
             return 0
         here = {step.lane for step in self._waiting}
-        ends = (lane.served_at + self.patience for lane in self._lanes if lane.is_prompt and lane not in here)
+        ends = (lane.served_at + self.patience_s for lane in self._lanes if lane.is_brisk and lane not in here)
         return max(ends, default=0) - time.monotonic()
 
     def _take(self) -> list[_Step]:
@@ -179,12 +181,12 @@ class Scheduler:
         finally:
             with self._changed:
                 now = time.monotonic()
-                self.patience = PATIENCE_RATIO * (now - begin)
+                self.patience_s = PATIENCE_RATIO * (now - begin)
                 for step in batch:
                     step.lane.served_at = now
                     step.is_done = step.outcome is not None
                     if not step.is_done:  # this thread was interrupted: somebody else runs it
-                        step.row.tail.rewind(step.num_tokens)
+                        step.row.tail.rewind(step.begin)
                         self._waiting.append(step)
                 self._is_busy = False
                 self._changed.notify_all()
@@ -197,7 +199,7 @@ class Scheduler:
             return
         except Exception as error:  # noqa: BLE001 - raised in the thread whose row it is
             for step in steps:
-                step.row.tail.rewind(step.num_tokens)
+                step.row.tail.rewind(step.begin)
             if len(steps) == 1:
                 steps[0].outcome = error
                 return
@@ -210,7 +212,7 @@ class Lane:
 
     Attributes:
         served_at: when its last logits were there; for the scheduler.
-        is_prompt: whether it came back at once after them; for the scheduler.
+        is_brisk: whether it came back at once after them; for the scheduler.
     """
 
     _numbers = itertools.count()
@@ -219,13 +221,13 @@ class Lane:
         self.limits = limits
         self.number = next(self._numbers)
         self.served_at = -math.inf
-        self.is_prompt = True
+        self.is_brisk = True
         self._scheduler = scheduler
 
     @property
-    def chunk(self) -> int:
+    def chunk_tokens(self) -> int:
         """How many tokens to feed in one call."""
-        return ALONE_CHUNK if self._scheduler.num_requests < 2 else SHARED_CHUNK
+        return ALONE_CHUNK_TOKENS if self._scheduler.num_requests < 2 else SHARED_CHUNK_TOKENS
 
     def check(self) -> None:
         """Raise `RequestTimeoutError` where the request's time is over, `RequestCancelledError` where nobody waits."""
@@ -240,7 +242,7 @@ class Lane:
     def feed(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
         """Logits after `ids` behind a tail, (vocab,). Raises what the model call raises, and what `check` raises."""
         self.check()
-        self.is_prompt = time.monotonic() - self.served_at <= self._scheduler.patience
+        self.is_brisk = time.monotonic() - self.served_at <= self._scheduler.patience_s
         return self._scheduler.feed(_Step(self, Row(ids, tail)))
 
     def close(self) -> None:
@@ -258,12 +260,12 @@ class Lane:
 class _Step:
     """A row that waits for its model call; then its logits, or why there are none."""
 
-    __slots__ = ("lane", "row", "num_tokens", "outcome", "is_done")
+    __slots__ = ("lane", "row", "begin", "outcome", "is_done")
 
     def __init__(self, lane: Lane, row: Row) -> None:
         self.lane = lane
         self.row = row
-        self.num_tokens = row.tail.num_tokens
+        self.begin = row.tail.num_tokens
         self.outcome: torch.Tensor | Exception | None = None
         self.is_done = False
 

@@ -31,6 +31,8 @@ from transformers import PreTrainedTokenizerBase
 from langgraph_latent.errors import TemplateError
 from langgraph_latent.handle import Message
 
+ID_LETTERS = 9
+"""Length of a tool call's id: what Mistral's templates demand, and all others take."""
 MARK, OTHER_MARK = "latentmarkone", "latentmarktwo"
 """Words in a probe of the template, so that it can be seen what became of them."""
 USER: Message = {"role": "user", "content": "hello"}
@@ -129,10 +131,11 @@ class ChatTemplate:
         return self._tells_before(system, OTHER_MARK if system else MARK, tools=[_tool(MARK)])
 
     @cached_property
-    def call_text(self) -> str:
-        """How an assistant's call of a function `MARK` is told, with everything around it; "" where it can't be."""
+    def call_frame(self) -> tuple[str, str]:
+        """What the template writes before and behind the name of a called function; twice "" where it can't."""
         messages = self.adapt([USER, _call(MARK, {"x": 1})]).messages
-        return self._try(messages) or ""
+        before, _, behind = (self._try(messages) or "").partition(MARK)
+        return before, behind
 
     # -- what the template can say; each is asked once, when it first matters --------------------------------------
 
@@ -186,7 +189,7 @@ class ChatTemplate:
     @cached_property
     def _takes_long_ids(self) -> bool:
         messages = _calling(self._known_call, _result(MARK))
-        return self._tells([{**message, **_with_id(message, "call_0123456789abcdef")} for message in messages])
+        return self._tells([_with_ids(message, lambda _: "call_0123456789abcdef") for message in messages])
 
     @property
     def _known_call(self) -> Message:
@@ -329,25 +332,21 @@ def _merge_roles(messages: list[Message]) -> list[Message]:
 
 def _is_long_id(message: Message) -> bool:
     ids = [message.get("tool_call_id"), *(call.get("id") for call in message.get("tool_calls", ()))]
-    return any(each is not None and not re.fullmatch(r"[A-Za-z0-9]{9}", each) for each in ids)
+    return any(each is not None and not re.fullmatch(rf"[A-Za-z0-9]{{{ID_LETTERS}}}", each) for each in ids)
 
 
 def _with_short_ids(messages: list[Message]) -> list[Message]:
     return [
-        {**message, **_with_id(message, lambda own: hashlib.sha256(str(own).encode()).hexdigest()[:9])}
+        _with_ids(message, lambda own: hashlib.sha256(str(own).encode()).hexdigest()[:ID_LETTERS])
         for message in messages
     ]
 
 
-def _with_id(message: Message, name: str | Callable[[Any], str]) -> Message:
-    """The fields of a message that hold tool call ids, with other ids in them."""
-
-    def new(own: Any) -> str:
-        return name if isinstance(name, str) else name(own)
-
-    fields: Message = {}
+def _with_ids(message: Message, new: Callable[[Any], str]) -> Message:
+    """A message with other tool call ids."""
+    changed = {**message}
     if "tool_call_id" in message:
-        fields["tool_call_id"] = new(message["tool_call_id"])
+        changed["tool_call_id"] = new(message["tool_call_id"])
     if message.get("tool_calls"):
-        fields["tool_calls"] = [{**call, "id": new(call.get("id"))} for call in message["tool_calls"]]
-    return fields
+        changed["tool_calls"] = [{**call, "id": new(call.get("id"))} for call in message["tool_calls"]]
+    return changed
