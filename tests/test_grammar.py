@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.errors import ConfigError, MissingExtraError
 from langgraph_latent.models.answer import MarkReader
-from langgraph_latent.models.grammar import Constraint, GrammarCompiler
+from langgraph_latent.models.grammar import Constraint, GrammarCompiler, has_grammars
 from langgraph_latent.models.shapes import BARE, SHAPES
 from langgraph_latent.testing import CHATML, tiny_tokenizer
 
@@ -239,15 +239,31 @@ def test_a_schema_that_cannot_be_enforced_is_an_error_that_says_why(
 
 
 @pytest.mark.parametrize(
-    "form", ["json", {"type": "grammar"}, {"type": "json_schema", "json_schema": {"name": "s"}}, {}]
+    "form",
+    [
+        "json",
+        {"type": "grammar"},
+        {"type": "json_schema", "json_schema": {"name": "s"}},
+        {"type": "json_schema", "json_schema": None},
+        {"type": "json_schema"},
+        {},
+    ],
 )
 def test_an_unknown_response_format_is_an_error(form: Any, chat_of: Callable[..., ChatLatent]) -> None:
     with pytest.raises(ConfigError, match="response_format"):
         chat_of().invoke("go", response_format=form)
 
 
+@pytest.fixture
+def looked_up_afresh() -> Iterator[None]:
+    """Whether the extra is installed is asked once per process: not here."""
+    has_grammars.cache_clear()
+    yield
+    has_grammars.cache_clear()
+
+
 def test_without_the_extra_only_what_needs_it_fails(
-    monkeypatch: pytest.MonkeyPatch, chat_of: Callable[..., ChatLatent]
+    monkeypatch: pytest.MonkeyPatch, looked_up_afresh: None, chat_of: Callable[..., ChatLatent]
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(

@@ -121,6 +121,15 @@ def test_a_handle_does_not_change_with_the_messages_it_was_made_from() -> None:
     assert KVHandle.from_dict(handle.to_dict()) == handle
 
 
+def test_a_framing_is_part_of_the_id_and_is_not_taken_for_tokens() -> None:
+    root = KVHandle.root("m")
+    plain, framed = (root.extend("prompt", "n", pack_tokens([5]), [], framing=name) for name in ("", "f00d"))
+    assert plain.id != framed.id
+    assert KVHandle.from_dict(framed.to_dict()) == framed
+    shifted = root.extend("prompt", "n", pack_tokens([7]), [], framing="\x05\0\0\0")
+    assert shifted.id != root.extend("prompt", "n", pack_tokens([5, 7]), []).id
+
+
 def test_equal_recipes_are_equal_and_any_difference_is_another_id() -> None:
     message = {"role": "user", "content": "q"}
     same = handle_of(("prompt", "n", [1, 2], [message]))

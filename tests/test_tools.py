@@ -475,7 +475,16 @@ def test_tool_choices(
         assert not names
 
 
-@pytest.mark.parametrize("choice", ["subtract", {"type": "function", "function": {"name": "subtract"}}, "anything"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "subtract",
+        {"type": "function", "function": {"name": "subtract"}},
+        {"type": "any"},
+        {"function": "add"},
+        "anything",
+    ],
+)
 def test_an_unknown_choice_is_an_error_that_names_the_tools(choice: Any, chat_of: Callable[..., ChatLatent]) -> None:
     with pytest.raises(ConfigError, match=r"no bound tool; bound tools: add, look_up"):
         chat_of(QWEN25).bind_tools([add, look_up], tool_choice=choice)
