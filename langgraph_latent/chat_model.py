@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +47,20 @@ SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "seed", "max_tokens")
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
 STOCK_OPTIONS = ("logits_processor", "stopping_criteria", "streamer")
 CALL_OPTIONS = ("inherit", *SAMPLING_OPTIONS, "stop", "timeout", "template_options", *TOOL_OPTIONS, *STOCK_OPTIONS)
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "model_id": "model",
+    "model_name": "model",
+    "llm": "model",
+    "do_sample": "temperature",
+    "device_map": "device",
+    "torch_dtype": "dtype",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "chat_template_kwargs": "template_options",
+}
+"""What other libraries call our options."""
 HIDDEN, UNFORCED, FORCED = ("none", False), ("none", False, "auto", None), ("any", "required", True)
 """Tool choices that are no tool's name: no tools are shown, none must be called, one must be."""
 
@@ -105,8 +120,8 @@ class ChatLatent(BaseChatModel):
     def _known_options(cls, values: Any) -> Any:
         if isinstance(values, dict):
             if unknown := sorted(set(values) - set(cls.model_fields)):
-                known = ", ".join(sorted(cls.model_fields))
-                raise ConfigError(f"ChatLatent has no option {unknown[0]!r}; known options: {known}")
+                known = [name for name in cls.model_fields if name not in BaseChatModel.model_fields]
+                raise ConfigError(f"ChatLatent has no option {unknown[0]!r}; {_advice(unknown[0], known)}")
             if isinstance(values.get("model"), Path):
                 values["model"] = str(values["model"])
         return values
@@ -259,6 +274,8 @@ class ChatLatent(BaseChatModel):
             strict: accepted and not needed: decoding is always strict.
         """
         check_grammars()
+        if isinstance(schema, Mapping) and not {"title", "name", "function"} & set(schema):
+            schema = {"title": "answer", **schema}
         if method == "function_calling":
             if kwargs:
                 raise ConfigError(
@@ -462,7 +479,7 @@ class ChatLatent(BaseChatModel):
 
     def _check_names(self, options: Mapping[str, Any]) -> None:
         if unknown := sorted(set(options) - set(CALL_OPTIONS)):
-            raise ConfigError(f"ChatLatent takes no call option {unknown[0]!r}; known: {', '.join(CALL_OPTIONS)}")
+            raise ConfigError(f"ChatLatent takes no call option {unknown[0]!r}; {_advice(unknown[0], CALL_OPTIONS)}")
 
     def _check_tools(self, options: Mapping[str, Any]) -> None:
         if self._constraint(options) is not None:
@@ -502,7 +519,7 @@ class ChatLatent(BaseChatModel):
         inherit = options.get("inherit")
         inherited = inherit if isinstance(inherit, list | tuple) else () if inherit is None else (inherit,)
         handles = [self.handle(each) if isinstance(each, AIMessage) else each for each in inherited]
-        framing = Framing(tools, {**self.template_options, **options.get("template_options", {})})
+        framing = Framing(tools, {**self.template_options, **(options.get("template_options") or {})})
         return Request(told, framing, handles, reply, self.reuse, origin)
 
     def _metadata(self, turn: Turn) -> dict[str, Any]:
@@ -537,6 +554,14 @@ class ChatLatent(BaseChatModel):
         """Put the model's length into the profile, unless the user gave one."""
         if self._own_profile is not None and self.profile is self._own_profile and spec.max_positions:
             self.profile = self._own_profile = {**self._own_profile, "max_input_tokens": spec.max_positions}
+
+
+def _advice(name: str, known: Sequence[str]) -> str:
+    """What to write for an option that does not exist."""
+    if name in STOCK_OPTIONS:
+        return f"give it per call, or by .bind({name}=...)"
+    likely = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1)), "")
+    return (f"did you mean {likely!r}? " if likely else "") + f"known options: {', '.join(known)}"
 
 
 def _tools_of(options: Mapping[str, Any]) -> list[dict[str, Any]]:

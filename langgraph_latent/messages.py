@@ -29,7 +29,15 @@ ROLES = {
     ToolMessage: "tool",
     FunctionMessage: "tool",
 }
-OUTSIDE_TEXT = ("reasoning", "thinking", "tool_call", "tool_use", "invalid_tool_call", "function_call")
+OUTSIDE_TEXT = (
+    "reasoning",
+    "thinking",
+    "redacted_thinking",
+    "tool_call",
+    "tool_use",
+    "invalid_tool_call",
+    "function_call",
+)
 """Content blocks of an AIMessage that are told by its other fields."""
 SCHEMA_TEXT = "Answer with one JSON object that matches this JSON schema, and nothing else:\n{schema}"
 SCHEMA_TEXT_WITH_TOOLS = "When you give the final answer, give one JSON object that matches this JSON schema:\n{schema}"
@@ -56,7 +64,11 @@ def plain_message(message: BaseMessage) -> Message:
             plain["reasoning_content"] = thought
         if message.tool_calls:
             plain["tool_calls"] = [
-                {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
+                {
+                    "type": "function",
+                    "id": call["id"],
+                    "function": {"name": call["name"], "arguments": _as_json(call["args"])},
+                }
                 for call in message.tool_calls
             ]
     return plain
@@ -100,6 +112,11 @@ def answer_chunk(part: Part, index: int) -> AIMessageChunk:
     )
 
 
+def _as_json(value: Any) -> Any:
+    """A value as a JSON reader would get it; what JSON has no form for (dates, sets) as text."""
+    return json.loads(json.dumps(value, default=str))
+
+
 def _text_of(message: BaseMessage) -> str:
     blocks = [message.content] if isinstance(message.content, str) else message.content
     texts = []
@@ -108,10 +125,10 @@ def _text_of(message: BaseMessage) -> str:
         if kind in OUTSIDE_TEXT and isinstance(message, AIMessage):
             continue
         if kind not in ("text", "text-plain"):
-            raise PromptError(f"a message holds a block of type {kind!r}; this model reads text only; leave it out")
+            raise PromptError(f"a message holds a block of type {kind!r}; ChatLatent reads text only; leave it out")
         texts.append(block if isinstance(block, str) else str(block.get("text", "")))
     if isinstance(message, AIMessage):
-        raws = [call["args"] for call in message.invalid_tool_calls if call["args"]]
+        raws = [f"{call['name'] or ''} {call['args'] or ''}".strip() for call in message.invalid_tool_calls]
         return "\n".join(part for part in ("".join(texts), *raws) if part)
     return "".join(texts)
 

@@ -181,9 +181,9 @@ def test_an_unknown_id_says_to_pass_messages_or_the_handle(ws: LatentWorkspace, 
 
 
 def test_an_unknown_option_is_an_error_that_lists_the_known_ones(tiny_chat: ChatLatent, nothing_lost: None) -> None:
-    with pytest.raises(ConfigError, match=r"'temprature'; known options: .*temperature"):
+    with pytest.raises(ConfigError, match=r"'temprature'; did you mean 'temperature'\? known options: model, "):
         ChatLatent(model="x", temprature=1)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match=r"'top_q'; known: .*top_k"):
+    with pytest.raises(ConfigError, match=r"'top_q'; did you mean 'top_p'\? known options: .*top_k"):
         tiny_chat.invoke("hello", top_q=1)
     with pytest.raises(ConfigError, match="known modes: read, decode"):
         LatentNode(tiny_chat, prompt="x", mode="reed")  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ def test_what_was_closed_says_so(tiny_folder: Callable[..., Path]) -> None:
 
 
 def test_images_are_refused(tiny_chat: ChatLatent, nothing_lost: None) -> None:
-    with pytest.raises(PromptError, match="'image_url'; this model reads text only"):
+    with pytest.raises(PromptError, match="'image_url'; ChatLatent reads text only"):
         tiny_chat.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}])])
 
 

@@ -72,7 +72,7 @@ class Spy:
         self.scheduler._run = self._run
         eventually(lambda: not self.scheduler.num_requests)
         assert not self.scheduler._waiting
-        assert not self.scheduler._is_busy
+        assert not self.scheduler._leader
 
 
 def eventually(is_so: Callable[[], bool]) -> None:

@@ -254,6 +254,27 @@ def test_an_unknown_response_format_is_an_error(form: Any, chat_of: Callable[...
         chat_of().invoke("go", response_format=form)
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "type": "object",
+            "properties": {"a": {"const": 1}},
+            "required": ["a"],
+            "allOf": [{"properties": {"b": {"const": 2}}, "required": ["b"]}],
+        },
+        {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a", "b"]},
+    ],
+    ids=["allOf", "required undeclared"],
+)
+def test_properties_that_are_declared_elsewhere_are_not_forbidden(
+    schema: dict[str, Any], chat_of: Callable[..., ChatLatent]
+) -> None:
+    chat = chat_of(max_tokens=2)
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    assert chat.invoke("go", response_format=form).text.startswith("{")
+
+
 @pytest.fixture
 def looked_up_afresh() -> Iterator[None]:
     """Whether the extra is installed is asked once per process: not here."""

@@ -103,7 +103,7 @@ class Requests:
     def close(self) -> None:
         """End; no request and no step is left behind."""
         self._threads.shutdown()
-        assert (self.scheduler.num_requests, self.scheduler._waiting, self.scheduler._is_busy) == (0, [], False)
+        assert (self.scheduler.num_requests, self.scheduler._waiting, self.scheduler._leader) == (0, [], None)
 
 
 def eventually(is_so: Callable[[], bool]) -> None:
@@ -239,19 +239,38 @@ def test_an_interrupted_leader_takes_its_own_step_along_and_leaves_the_others(re
     assert requests.model.sizes == [1, 2, 1]
 
 
+def test_an_interrupt_before_the_call_begins_leaves_the_model_free(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes between being the leader and running anything."""
+    run = requests.scheduler._run_steps
+
+    def interrupted(steps: Sequence[Any]) -> None:
+        monkeypatch.setattr(requests.scheduler, "_run_steps", run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(requests.scheduler, "_run_steps", interrupted)
+    requests.model.go.set()
+    with requests.scheduler.lane() as lane:
+        with pytest.raises(KeyboardInterrupt):
+            lane.feed([1], Tail())
+        assert requests.begin([2]).result(60) == 2
+
+
 def test_whoever_is_interrupted_while_another_runs_its_step_waits_for_the_end_of_it(requests: Requests) -> None:
     """What comes next closes the tail, and nobody may write to it then."""
-    scheduler, tail, order = requests.scheduler, Tail(), []
-    scheduler._is_busy = True
+    scheduler, tail, order, other = requests.scheduler, Tail(), [], object()
+    scheduler._leader = other
 
     def lead() -> None:
         requests.wait_for(1)
-        with scheduler._changed:
-            batch = scheduler._take()
+        with scheduler._lock:
+            batch = scheduler._lead(other)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.2)
         order.append("run")
-        scheduler._lead(batch)
+        scheduler._run_steps(batch)
+        scheduler._conclude(other)
 
     leader = threading.Thread(target=lead)
     with scheduler.lane() as lane:
@@ -435,11 +454,11 @@ def test_memory_that_runs_out_for_rows_leaves_the_caches_that_were_forked(
 
 def fed_at_once(scheduler: Scheduler, lane: Any, rows: Sequence[Row]) -> list[torch.Tensor]:
     """The logits of rows that are in one call for certain."""
-    scheduler._is_busy = True
+    scheduler._leader = object()
     with ThreadPoolExecutor(len(rows)) as threads:
         futures = [threads.submit(lane.feed, *row) for row in rows]
         eventually(lambda: len(scheduler._waiting) == len(rows))
         with scheduler._changed:
-            scheduler._is_busy = False
+            scheduler._leader = None
             scheduler._changed.notify_all()
     return [future.result() for future in futures]

@@ -16,7 +16,7 @@ from langgraph_latent.errors import TemplateError
 from langgraph_latent.events import Reworded
 from langgraph_latent.handle import Message, unpack_tokens
 from langgraph_latent.models.prompt import PromptWriter
-from langgraph_latent.models.template import ChatTemplate, Framing
+from langgraph_latent.models.template import PLAIN, ChatTemplate, Framing, _merge_roles
 from langgraph_latent.testing import CHATML, tiny_tokenizer
 
 END = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -252,6 +252,27 @@ def test_every_word_is_told_or_the_conversation_is_refused(name: str, conversati
     assert order == sorted(order)
     if conversation in CHANGES:
         assert template(name).adapt(messages, framing.tools).changes == CHANGES[conversation].get(name, ())
+
+
+def test_what_is_merged_is_told_whole() -> None:
+    """Merging puts text beside calls, and calls beside calls, where a template may tell only one of them."""
+    call, other = ("add", {"x": 1}, "abcdef123"), ("look", {"y": 2}, "abcdef124")
+    told = [
+        [user("q"), ai("thoughttext"), ai("", call), result("42", "abcdef123")],
+        [user("q"), ai("", call), result("42", "abcdef123"), ai("latertext"), ai("lasttext"), user("more")],
+        [user("q"), ai("", call), ai("", other), result("1", "abcdef123"), result("2", "abcdef124")],
+    ]
+    for name in ("mistral", "llama"):
+        for messages in told:
+            text = template(name).render(messages, PLAIN, reply=True)
+            assert not [word for word in words(messages, False) if word not in text]
+
+
+def test_merged_messages_keep_their_reasoning_and_a_name_that_both_have() -> None:
+    one = {**ai("a"), "reasoning_content": "r1", "name": "n"}
+    merged = _merge_roles([one, {**ai("b"), "reasoning_content": "r2", "name": "n"}, user("c")])
+    assert merged == [{**ai("a\n\nb"), "reasoning_content": "r1\n\nr2", "name": "n"}, user("c")]
+    assert "name" not in _merge_roles([one, {**ai("b"), "name": "other"}])[0]
 
 
 @pytest.mark.parametrize("name", sorted(NATIVE))

@@ -50,6 +50,10 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**_closed(schema), 'x-guidance': STYLE})}"
 
 
+SIBLINGS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if"))
+"""Where an object's properties may be declared beside `properties`."""
+
+
 def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
@@ -57,7 +61,9 @@ def _closed(schema: Any) -> Any:
         return schema
     closed = {name: value if name in AS_THEY_ARE else _closed(value) for name, value in schema.items()}
     kind = schema.get("type")
-    if isinstance(schema.get("properties"), Mapping) and kind == "object":
+    declared = schema.get("properties")
+    is_all_said_here = not SIBLINGS & set(schema) and set(schema.get("required", ())) <= set(declared or ())
+    if isinstance(declared, Mapping) and kind == "object" and is_all_said_here:
         closed.setdefault("additionalProperties", False)
     if kind == "integer" or (isinstance(kind, list) and "integer" in kind and "number" not in kind):
         closed.setdefault("minimum", -LARGEST_INTEGER)

@@ -21,6 +21,8 @@ from langgraph_latent.errors import ConfigError
 from langgraph_latent.handle import TOKEN_BYTES
 
 SPARE_TOKENS = 256
+MIN_TEMPERATURE = 1e-4
+"""Below, logits divided by it leave float32."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         allowed = {
-            "temperature": (_is_number(self.temperature) and self.temperature >= 0, "a number, 0 (greedy) or above"),
+            "temperature": (
+                _is_number(self.temperature) and (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE),
+                f"a number, 0 (greedy), or {MIN_TEMPERATURE} and above",
+            ),
             "top_p": (_is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
             "top_k": (_is_whole(self.top_k) and self.top_k >= 0, "a whole number, 0 (off) or above"),
             "max_tokens": (_is_whole(self.max_tokens) and self.max_tokens >= 1, "a whole number, 1 or above"),

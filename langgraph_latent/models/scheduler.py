@@ -90,10 +90,15 @@ class Scheduler:
     def __init__(self, run: Callable[[Sequence[Row]], torch.Tensor], max_rows: int = MAX_ROWS) -> None:
         self.max_rows = max_rows
         self._run = run
-        self._changed = threading.Condition()
+        self._lock = (
+            threading.RLock()
+        )  # not the condition's own: an interrupt can hit between its taking and its `with`
+        self._changed = threading.Condition(self._lock)
         self._lanes: list[Lane] = []
         self._waiting: list[_Step] = []
-        self._is_busy = False
+        self._leader: _Step | None = None
+        self._batch: list[_Step] = []
+        self._began_at = 0.0
         self.patience_s = 0.0
 
     @property
@@ -105,8 +110,10 @@ class Scheduler:
         """A lane for one request, to be closed. Raises `QueueFullError` where too many are under way for its limits."""
         lane = Lane(self, limits or Limits())
         max_wait_s = lane.limits.max_retries * RETRY_S
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._has_room(lane), min(max_wait_s, lane.limits.seconds_left)):
+        with self._lock:
+            if not self._changed.wait_for(
+                lambda: self._has_room(lane), min(max_wait_s, lane.limits.seconds_left, threading.TIMEOUT_MAX)
+            ):
                 lane.check()
                 raise QueueFullError(
                     f"{len(self._lanes)} requests are under way on this model and max_queue is "
@@ -120,7 +127,7 @@ class Scheduler:
 
     def leave(self, lane: Lane) -> None:
         """End a lane; nobody waits for it any more."""
-        with self._changed:
+        with self._lock:
             if lane in self._lanes:
                 self._lanes.remove(lane)
                 self._changed.notify_all()
@@ -128,36 +135,31 @@ class Scheduler:
     def feed(self, step: _Step) -> torch.Tensor:
         """Wait until a step is done, leading model calls while the model is idle; its logits, (vocab,)."""
         try:
-            with self._changed:
+            with self._lock:
                 self._waiting.append(step)
                 self._changed.notify_all()
             while batch := self._next_batch(step):
-                self._lead(batch)
+                self._run_steps(batch)
+                self._conclude(step)
         except BaseException:
+            self._conclude(step)
             self._withdraw(step)
             raise
         return step.result()
 
-    def _withdraw(self, step: _Step) -> None:
-        """Take a step back. One that somebody else is running comes to its end first: it writes to the tail."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_busy or step.is_done or step in self._waiting)
-            if step in self._waiting:
-                self._waiting.remove(step)
-
     def _next_batch(self, step: _Step) -> list[_Step]:
         """The steps that the caller is to run next, as soon as it is its turn to lead; none when `step` is done."""
-        with self._changed:
+        with self._lock:
             while not step.is_done:
-                pause = math.inf if self._is_busy else self._pause()
+                pause = math.inf if self._leader else self._pause()
                 if pause <= 0:
-                    return self._take()
+                    return self._lead(step)
                 if step in self._waiting:
                     step.lane.check()
-                    pause = min(
-                        pause, step.lane.limits.seconds_left, POLL_S if step.lane.limits.cancelled else math.inf
-                    )
-                self._changed.wait(None if pause == math.inf else pause)
+                    pause = min(pause, step.lane.limits.seconds_left)
+                    if step.lane.limits.cancelled is not None:
+                        pause = min(pause, POLL_S)
+                self._changed.wait(min(pause, threading.TIMEOUT_MAX))
             return []
 
     def _pause(self) -> float:
@@ -168,28 +170,37 @@ class Scheduler:
         ends = (lane.served_at + self.patience_s for lane in self._lanes if lane.is_brisk and lane not in here)
         return max(ends, default=0) - time.monotonic()
 
-    def _take(self) -> list[_Step]:
-        self._waiting.sort(key=lambda step: step.lane.number)
-        batch, self._waiting = self._waiting[: self.max_rows], self._waiting[self.max_rows :]
-        self._is_busy = True
-        return batch
+    def _lead(self, step: _Step) -> list[_Step]:
+        """Make a step's thread the leader of the next call; the oldest steps, which it is to run."""
+        waiting = sorted(self._waiting, key=lambda each: each.lane.number)
+        self._batch, self._began_at = waiting[: self.max_rows], time.monotonic()
+        self._leader = step
+        self._waiting = waiting[self.max_rows :]
+        return self._batch
 
-    def _lead(self, batch: list[_Step]) -> None:
-        begin = time.monotonic()
-        try:
-            self._run_steps(batch)
-        finally:
-            with self._changed:
-                now = time.monotonic()
-                self.patience_s = PATIENCE_RATIO * (now - begin)
-                for step in batch:
-                    step.lane.served_at = now
-                    step.is_done = step.outcome is not None
-                    if not step.is_done:  # this thread was interrupted: somebody else runs it
-                        step.row.tail.rewind(step.begin)
-                        self._waiting.append(step)
-                self._is_busy = False
-                self._changed.notify_all()
+    def _conclude(self, step: _Step) -> None:
+        """End the call that a step's thread leads, if any, however it went."""
+        with self._lock:
+            if self._leader is not step:
+                return
+            now = time.monotonic()
+            self.patience_s = PATIENCE_RATIO * (now - self._began_at)
+            for each in self._batch:
+                each.lane.served_at = now
+                each.is_done = each.outcome is not None
+                if not each.is_done:  # this thread was interrupted: somebody else runs it
+                    each.row.tail.rewind(each.begin)
+                    if each not in self._waiting:
+                        self._waiting.append(each)
+            self._batch, self._leader = [], None
+            self._changed.notify_all()
+
+    def _withdraw(self, step: _Step) -> None:
+        """Take a step back. One that somebody else is running comes to its end first: it writes to the tail."""
+        with self._lock:
+            self._changed.wait_for(lambda: step not in self._batch)
+            if step in self._waiting:
+                self._waiting.remove(step)
 
     def _run_steps(self, steps: Sequence[_Step]) -> None:
         """Give each step its logits, or the error that its row raises alone too."""

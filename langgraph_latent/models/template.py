@@ -102,7 +102,7 @@ class ChatTemplate:
             told = by(told)
             changes.append(code)
 
-        calling = [message for message in told if message.get("tool_calls")]
+        calling = [message for message in self._as_neighbours(told) if message.get("tool_calls")]
         is_partial = bool(calling and self._call_arguments) and not self._tells_all_of(calling)
         if calling and (is_partial or not self._call_arguments):
             change("tool_calls_as_text", _calls_as_text)
@@ -120,9 +120,14 @@ class ChatTemplate:
             change("late_system_as_user", _late_system_as_user)
         if told and told[0]["role"] == "system" and not self._tells_system:
             change("system_in_user", _system_in_user)
-        if any(_are_alike(*pair) for pair in itertools.pairwise(told)) and not self._tells_repeats:
+        if self._as_neighbours(told) is not told:
             change("roles_merged", _merge_roles)
         return Adapted(told, tools, tuple(changes))
+
+    def _as_neighbours(self, messages: list[Message]) -> list[Message]:
+        """The messages, those of one role in a row made one where the template needs that."""
+        has_alike = any(_are_alike(*pair) for pair in itertools.pairwise(messages))
+        return _merge_roles(messages) if has_alike and not self._tells_repeats else messages
 
     @cached_property
     def tells_tools(self) -> bool:
@@ -321,12 +326,22 @@ def _merge_roles(messages: list[Message]) -> list[Message]:
     merged: list[Message] = []
     for message in messages:
         if merged and _are_alike(merged[-1], message):
-            last = merged[-1]
-            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-            content = "\n\n".join(part for part in (last["content"], message["content"]) if part)
-            merged[-1] = {**last, **message, "content": content, **({"tool_calls": calls} if calls else {})}
+            merged[-1] = _merged(merged[-1], message)
         else:
             merged.append(message)
+    return merged
+
+
+def _merged(first: Message, second: Message) -> Message:
+    """Two messages of one role as one; a name stays where both have it."""
+    merged: Message = {"role": first["role"]}
+    for field in ("content", "reasoning_content"):
+        if field in first or field in second:
+            merged[field] = "\n\n".join(part for part in (first.get(field), second.get(field)) if part)
+    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+        merged["tool_calls"] = calls
+    if first.get("name") == second.get("name") is not None:
+        merged["name"] = first["name"]
     return merged
 
 
