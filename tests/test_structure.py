@@ -37,6 +37,7 @@ LAYERS = [
     "kv.repair",
     "kv.codec",
     "models",
+    "models.compute",
     "models.digest",
     "models.sampling",
     "models.shapes",

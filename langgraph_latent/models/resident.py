@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from langgraph_latent.errors import ContextLengthError, HandleError, LatentError, ModelLoadError, UnsupportedLayerError
 from langgraph_latent.handle import KVHandle
 from langgraph_latent.kv.state import KVState, KVTail, layer_kinds, rows_cache
+from langgraph_latent.models import compute
 from langgraph_latent.models.answer import AnswerReaders
 from langgraph_latent.models.attention import use_row_attention
 from langgraph_latent.models.digest import weights_digest
@@ -234,8 +235,13 @@ class ResidentModel:
             attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),  # 4-d: taken as it is
         )
 
+    def _run(self, *call: Any, **arguments: Any) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return compute.run(lambda: self._run_here(*call, **arguments))
+        return self._run_here(*call, **arguments)
+
     @torch.no_grad()
-    def _run(self, cache: Any, ids: Sequence[int], wanted: list[int], **arguments: Any) -> torch.Tensor:
+    def _run_here(self, cache: Any, ids: Sequence[int], wanted: list[int], **arguments: Any) -> torch.Tensor:
         """Logits at the `wanted` indices of `ids`, (wanted, vocab)."""
         at = torch.tensor(wanted)  # on the CPU: it indexes a tensor of any device
         arguments[self.cache_argument] = cache
@@ -259,7 +265,7 @@ def acquire(key: ModelKey) -> ResidentModel:
     """
     with _load_lock:
         if key not in _resident:
-            _resident[key] = _load(key)
+            _resident[key] = compute.run(lambda: _load(key))
         _users[key] = _users.get(key, 0) + 1
         return _resident[key]
 

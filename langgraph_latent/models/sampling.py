@@ -109,7 +109,8 @@ class Sampler:
             scores = self._processors(self.context, scores)
         self.scores: Any = scores
         if self._is_greedy:
-            token = int(scores.argmax())
+            # NumPy's, on a CPU: torch's would make this thread a team of OpenMP threads, see models/compute.py
+            token = int(scores.numpy().argmax() if scores.device.type == "cpu" else scores.argmax())
         else:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._random))
         if self._length == self._tokens.shape[1]:
