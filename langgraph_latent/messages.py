@@ -128,7 +128,8 @@ def _text_of(message: BaseMessage) -> str:
             raise PromptError(f"a message holds a block of type {kind!r}; ChatLatent reads text only; leave it out")
         texts.append(block if isinstance(block, str) else str(block.get("text", "")))
     if isinstance(message, AIMessage):
-        raws = [f"{call['name'] or ''} {call['args'] or ''}".strip() for call in message.invalid_tool_calls]
+        told = [(call["name"], call["args"]) for call in message.invalid_tool_calls]
+        raws = [" ".join(part for part in parts if part) for parts in told]
         return "\n".join(part for part in ("".join(texts), *raws) if part)
     return "".join(texts)
 
