@@ -51,7 +51,8 @@ class PromptWriter:
             return self.write(messages, framing, reply=reply)
         inherited = handle.messages
         text = self.template.render([*inherited, *messages], framing, reply=reply)
-        is_alike = all(segment.framing == framing.digest for segment in handle.segments)
+        digest = framing.digest
+        is_alike = all(segment.framing == digest for segment in handle.segments)
         rest = self._behind(handle, inherited, text, framing) if is_alike else None
         if rest is not None and self._is_cut(rest):
             return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)

@@ -90,9 +90,7 @@ class Scheduler:
     def __init__(self, run: Callable[[Sequence[Row]], torch.Tensor], max_rows: int = MAX_ROWS) -> None:
         self.max_rows = max_rows
         self._run = run
-        self._lock = (
-            threading.RLock()
-        )  # not the condition's own: an interrupt can hit between its taking and its `with`
+        self._lock = threading.RLock()  # taken by itself: an interrupt can come within `with condition`
         self._changed = threading.Condition(self._lock)
         self._lanes: list[Lane] = []
         self._waiting: list[_Step] = []
