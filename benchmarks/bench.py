@@ -19,6 +19,7 @@ from langgraph_latent.demo import REPORT
 from langgraph_latent.handle import TOKEN_BYTES, Message
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore, capacity_for
 from langgraph_latent.kv.state import KVState
+from langgraph_latent.models import compute
 from langgraph_latent.models.resident import ResidentModel
 from langgraph_latent.pool.pool import Namespace
 
@@ -166,13 +167,17 @@ class Bench:
 class Stock:
     """Plain transformers over the resident model's own weights: template, tokenizer, `generate`, `DynamicCache`.
 
-    `model` has modules and a config of its own, with the attention that the model was loaded with and not ours.
+    `model` has modules and a config of its own, with the attention that the model was loaded with and not ours. It
+    generates in the thread in which our models run: with OpenMP threads under two threads of one process, both sides
+    would be slower.
     """
 
     def __init__(self, model: ResidentModel) -> None:
         shared = {id(tensor): tensor for tensor in (*model.model.parameters(), *model.model.buffers())}
         self.model: Any = copy.deepcopy(model.model, shared)
         self.model.set_attn_implementation(model.spec.attention)
+        generate = self.model.generate
+        self.model.generate = lambda *call, **options: compute.run(lambda: generate(*call, **options))
         self._tokenizer: Any = model.tokenizer
         self._ends = sorted(model.end_tokens)
         self._cache_argument = model.cache_argument

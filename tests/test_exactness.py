@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from transformers import LogitsProcessor
 from langgraph_latent import ChatLatent, KVHandle, LatentWorkspace
 from langgraph_latent.events import Diverged
 from langgraph_latent.handle import pack_tokens
+from langgraph_latent.models import attention
+from langgraph_latent.models.scheduler import Row
 
 KINDS = ("llama", "mistral", "gpt2", "qwen3", "smollm2")
 TOLERANCE = 1e-4
@@ -78,6 +81,33 @@ def test_a_fan_out_is_exact_and_each_branch_sees_the_shared_context_only(chat: C
         handles = list(threads.map(lambda q: answer_exactly(chat, q, doc), ("one?", "two of them?", "the third?")))
     assert all(handle.token_ids[: doc.num_tokens] == doc.token_ids for handle in handles)
     assert len({handle.id for handle in handles}) == 3
+
+
+@pytest.mark.parametrize("num_strangers", [0, 1])
+def test_branches_that_read_their_shared_context_once_are_exact(
+    num_strangers: int, tiny_folder: Callable[..., Path], ws: LatentWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, seen = attention._attend_siblings, list[int]()
+    monkeypatch.setattr(attention, "MIN_SHARED", 2)
+    monkeypatch.setattr(attention, "_attend_siblings", lambda *call: (seen.append(len(call[1])), attend(*call))[1])
+    chat = ChatLatent(model=str(tiny_folder("llama")), workspace=ws)
+    begins = [tuple(range(3, 33))] * 3 + [tuple(range(50, 80))] * num_strangers
+    states = {}
+    for begin in set(begins):
+        with chat.resident().empty_state().append() as tail:
+            chat.resident().prefill(begin, tail)
+            states[begin] = tail.seal()
+    with ExitStack() as stack:
+        tails = [stack.enter_context(states[begin].append()) for begin in begins]
+        told = [(*begin, *range(index, 2 * index + 1)) for index, begin in enumerate(begins)]
+        new = [ids[30:] for ids in told]
+        for step in range(4):
+            logits = chat.resident().forward([Row(*row) for row in zip(new, tails, strict=True)])
+            for got, ids in zip(logits, told, strict=True):
+                assert (got - full_logits(chat, ids)[-1]).abs().max() <= TOLERANCE
+            new = [(10 * step + index,) for index in range(len(begins))]
+            told = [(*ids, *more) for ids, more in zip(told, new, strict=True)]
+    assert set(seen) == {3}
 
 
 def test_a_loop_is_exact_far_past_the_sliding_window(chat: ChatLatent) -> None:

@@ -9,7 +9,7 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from langgraph_latent.kv.state import RowKeys
 
 NAME = "sdpa_rows"
-MIN_SHARED = 128
+MIN_SHARED = 512
 """Shared tokens from which on reading them once for several rows is faster."""
 
 
@@ -48,86 +48,70 @@ def row_attention(
     Returns (batch, q, heads, head_dim), as transformers' attention functions do.
     """
     is_plain = not options.get("dropout") and options.get("position_bias") is None and options.get("softcap") is None
-    is_grouped = is_plain and query.device.type == "cpu" and query.shape[1] > key.shape[1]
     scale = options.get("scaling")
     if isinstance(key, RowKeys):
         if not is_plain:
             raise NotImplementedError("dropout, position bias and soft caps are not computed row by row")
-        output = torch.cat(_attend_rows(query, key, scale), dim=2)
-    elif is_grouped and query.shape[2] == 1:
+        output = _attend_rows(query, key, scale)
+    elif not is_plain or query.device.type != "cpu" or query.shape[1] <= key.shape[1]:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    elif query.shape[2] == 1:
         output = _attend_once(query, key, value, attention_mask, scale)
-    elif is_grouped and attention_mask is not None:
+    elif attention_mask is not None:
         output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scale, enable_gqa=True)
     else:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _attend_rows(query: torch.Tensor, key: RowKeys, scale: float | None) -> list[torch.Tensor]:
-    """Each row's new tokens over its own keys, (1, heads, new, head_dim)."""
+def _attend_rows(query: torch.Tensor, key: RowKeys, scale: float | None) -> torch.Tensor:
+    """Each row's new tokens over its own keys, side by side as in `query`, (1, heads, new, head_dim)."""
+    families = [family for family in key.siblings if family.num_shared >= MIN_SHARED and not key.window]
+    if len(families) == 1 and len(families[0].rows) == len(key.rows):
+        return _attend_siblings(query, key.rows, families[0].num_shared, scale)
     queries = query.split([size for size, _, _ in key.rows], dim=2)
     outputs: dict[int, torch.Tensor] = {}
-    for rows, num_shared in key.siblings if not key.window else ():
-        if num_shared >= MIN_SHARED:
-            together = _attend_siblings([(queries[row], *key.rows[row][1:]) for row in rows], num_shared, scale)
-            outputs.update(zip(rows, together, strict=True))
+    for rows, num_shared in families:
+        together = torch.cat([queries[row] for row in rows], dim=2)
+        output = _attend_siblings(together, [key.rows[row] for row in rows], num_shared, scale)
+        outputs.update(zip(rows, output.split(1, dim=2), strict=True))
     for index, (_, keys, values) in enumerate(key.rows):
         if index not in outputs:
             outputs[index] = _attend(queries[index], keys, values, key.window, scale)
-    return [outputs[index] for index in range(len(queries))]
+    return torch.cat([outputs[index] for index in range(len(queries))], dim=2)
 
 
 def _attend_siblings(
-    rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], num_shared: int, scale: float | None
-) -> Sequence[torch.Tensor]:
-    """One new token of each row over its keys, of which the first `num_shared` are equal in all rows.
+    query: torch.Tensor, rows: Sequence[tuple[int, torch.Tensor, torch.Tensor]], num_shared: int, scale: float | None
+) -> torch.Tensor:
+    """One new token of each row, (1, heads, rows, head_dim), over its keys: the first `num_shared` are equal in all.
 
-    The shared ones are read once for all rows, the others row by row, padded to one length; then both parts are joined
-    by their softmax sums. Idea: shared-prefix attention as in Hydragen (arXiv 2402.05099) and cascade inference.
+    The shared ones are read once for all rows, the others row by row; then both parts are joined by their softmax sums.
+    Idea: shared-prefix attention as in Hydragen (arXiv 2402.05099) and cascade inference.
     """
-    queries = torch.cat([query for query, _, _ in rows])
-    num_rows, heads, _, dim = queries.shape
-    _, shared_keys, shared_values = rows[0]
-    kv_heads = shared_keys.shape[1]
-    grouped = queries.view(num_rows, kv_heads, heads // kv_heads, dim) * (dim**-0.5 if scale is None else scale)
-    together = grouped.transpose(0, 1).reshape(kv_heads, -1, dim)
-    shared = _partial(together, shared_keys[0, :, :num_shared], shared_values[0, :, :num_shared])
-    lengths = [keys.shape[2] - num_shared for _, keys, _ in rows]
-    own_keys, own_values = (grouped.new_zeros(num_rows, kv_heads, max(lengths), dim) for _ in range(2))
-    for row, ((_, keys, values), length) in enumerate(zip(rows, lengths, strict=True)):
-        own_keys[row, :, :length] = keys[0, :, num_shared:]
-        own_values[row, :, :length] = values[0, :, num_shared:]
-    ends = torch.tensor(lengths, device=queries.device)[:, None, None, None]
-    own = _partial(grouped, own_keys, own_values, torch.arange(max(lengths), device=queries.device) >= ends)
-    shared = _Part(*(part.view(kv_heads, num_rows, -1, part.shape[-1]).transpose(0, 1) for part in shared))
-    return _joined(shared, own).reshape(num_rows, 1, heads, 1, dim).unbind()
-
-
-class _Part(NamedTuple):
-    """Attention over a part of the keys, before it is divided by the sum of its weights."""
-
-    values: torch.Tensor
-    weight: torch.Tensor
-    peak: torch.Tensor
+    _, keys, values = rows[0]
+    groups = query.unflatten(1, (keys.shape[1], -1))  # (1, kv_heads, heads of a group, rows, head_dim)
+    shared = _partial(groups.flatten(2, 3), keys[:, :, :num_shared], values[:, :, :num_shared], scale)
+    shared_output, shared_weight = (part.unflatten(2, groups.shape[2:4]) for part in shared)
+    own = [
+        _partial(each, keys[:, :, num_shared:], values[:, :, num_shared:], scale)
+        for each, (_, keys, values) in zip(groups.unbind(3), rows, strict=True)
+    ]
+    own_output, own_weight = (torch.stack(parts, dim=3) for parts in zip(*own, strict=True))
+    share = torch.sigmoid(shared_weight - own_weight).unsqueeze(-1)
+    return torch.lerp(own_output, shared_output, share).flatten(1, 2)
 
 
 def _partial(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None = None
-) -> _Part:
-    scores = query @ keys.transpose(-1, -2)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, float("-inf"))
-    peak = scores.amax(-1, keepdim=True)
-    weights = (scores - peak).exp_()
-    return _Part(weights @ values, weights.sum(-1, keepdim=True), peak)
-
-
-def _joined(first: _Part, second: _Part) -> torch.Tensor:
-    """Attention over all keys from that over two parts of them."""
-    peak = torch.maximum(first.peak, second.peak)
-    share, other_share = (first.peak - peak).exp(), (second.peak - peak).exp()
-    values = first.values * share + second.values * other_share
-    return values / (first.weight * share + second.weight * other_share)
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of `query` (1, kv_heads, q, head_dim) over some keys, all visible, and its log softmax sums, (..., q)."""
+    if query.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+        output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
+        return output, log_sums
+    scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    log_sums = scores.logsumexp(-1)
+    return (scores - log_sums.unsqueeze(-1)).exp() @ values, log_sums
 
 
 def _attend_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.generation.logits_process import (
 
 from langgraph_latent.errors import ConfigError
 from langgraph_latent.handle import TOKEN_BYTES
+from langgraph_latent.models import compute
 
 SPARE_TOKENS = 256
 MIN_TEMPERATURE = 1e-4
@@ -103,21 +105,25 @@ class Sampler:
         return self._tokens[:, : self._length]
 
     def pick(self, logits: torch.Tensor) -> int:
-        """The next token, from logits of shape (vocab,) in any dtype; it joins the context."""
-        scores = logits.float().unsqueeze(0)
-        if self._processors:
-            scores = self._processors(self.context, scores)
-        self.scores: Any = scores
-        if self._is_greedy:
-            # NumPy's, on a CPU: torch's would make this thread a team of OpenMP threads, see models/compute.py
-            token = int(scores.numpy().argmax() if scores.device.type == "cpu" else scores.argmax())
-        else:
-            token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._random))
+        """The next token, from logits of shape (vocab,) in any dtype; it joins the context.
+
+        On a CPU, processors and draws run in the compute thread: a slow processor holds up other requests too.
+        """
+        is_simple = self._is_greedy and not self._processors
+        choose = partial(self._choose, logits.float().unsqueeze(0))
+        token = choose() if is_simple or logits.device.type != "cpu" else compute.run(choose)
         if self._length == self._tokens.shape[1]:
             self._tokens = torch.cat([self._tokens, torch.empty_like(self._tokens)], dim=1)
         self._tokens[0, self._length] = token
         self._length += 1
         return token
+
+    def _choose(self, scores: torch.Tensor) -> int:
+        self.scores: Any = self._processors(self.context, scores) if self._processors else scores
+        if self._is_greedy:
+            # NumPy's, on a CPU: torch's would make a team of OpenMP threads wherever this runs, see models/compute.py
+            return int(self.scores.numpy().argmax() if scores.device.type == "cpu" else self.scores.argmax())
+        return int(torch.multinomial(self.scores.softmax(-1), 1, generator=self._random))
 
 
 def _penalties(defaults: GenerationConfig) -> list[Any]:
