@@ -2,7 +2,7 @@
 
     8 bytes header length | JSON header: tensor table, manifest, manifest's SHA-256 | tensors
 
-The manifest holds schema version, model identity, per-layer kind, window, positions, shapes, dtype, the handle and a
+The manifest holds schema version, model identity, per-layer kind, window, positions, shapes, dtypes, the handle and a
 SHA-256 of every tensor. The codec knows tensors and manifests; whether a model fits is asked of the manifest by
 whoever reads. Nothing is ever un-pickled, and nothing is allocated before sizes and shapes were checked.
 """
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 import struct
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +26,22 @@ from safetensors.torch import save
 from langgraph_latent.errors import CodecError, HandleError
 from langgraph_latent.handle import KVHandle
 from langgraph_latent.kv.state import KVState, LayerKind, tensor_bytes
-from langgraph_latent.spec import ModelSpec
+from langgraph_latent.kv.whole import fill_layer, plain_of
+from langgraph_latent.spec import LayerSpec, ModelSpec, StateTensor
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 HEADER_BYTES = 2 << 20
 HEADER_BYTES_PER_TOKEN = 16
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class Decoded(NamedTuple):
@@ -43,12 +55,17 @@ def encode(handle: KVHandle, state: KVState, spec: ModelSpec) -> bytes:
     """One byte string that `decode` takes back. Sliding-window layers hold only what the next token may attend to."""
     tensors: dict[str, torch.Tensor] = {}
     rows = []
-    for index, (kind, pair) in enumerate(zip(state.kinds, state.layers(), strict=True)):
+    for index, kind in enumerate(state.kinds):
+        parts = state.parts(index)
         row: dict[str, Any] = {"kind": kind.name, "window": kind.window, "begin": kind.first_needed(state.num_tokens)}
-        for part, tensor in zip(("keys", "values"), pair, strict=True):
-            tensors[_name(index, part)] = tensor.detach().to("cpu").contiguous()
-            row[part] = {"shape": list(tensor.shape), "sha256": _sha256(tensor_bytes(tensor))}
+        row["tensors"] = {
+            part: {"shape": list(tensor.shape), "sha256": _sha256(tensor_bytes(tensor))}
+            for part, tensor in parts.items()
+        }
+        row["plain"] = {} if kind.has_tokens else plain_of(state.wholes[index])
         rows.append(row)
+        for part, tensor in parts.items():
+            tensors[_name(index, part)] = tensor.detach().to("cpu").contiguous()
     manifest = json.dumps(
         {
             "schema": SCHEMA_VERSION,
@@ -63,14 +80,16 @@ def encode(handle: KVHandle, state: KVState, spec: ModelSpec) -> bytes:
     return save(tensors, {"manifest": manifest, "manifest_sha256": _sha256(manifest.encode())})
 
 
-def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec) -> Decoded:
+def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec, wholes: Sequence[Any] = ()) -> Decoded:
     """Verify a blob for the model of `spec` and view its tensors, sharing memory with `blob`.
+
+    `wholes` are one state's layers that are kept whole, to be made like; they are not changed.
 
     Raises `CodecError` for anything that is not exactly what `encode` wrote for this model.
     """
     try:
         view = memoryview(blob)
-        return _decode(memoryview(bytearray(view)) if view.readonly else view, spec)
+        return _decode(memoryview(bytearray(view)) if view.readonly else view, spec, wholes)
     except CodecError:
         raise
     except HandleError as error:
@@ -122,7 +141,7 @@ def write_file(path: Path, blob: bytes) -> None:
         raise CodecError(f"the cache can't be written to {str(path)!r}: {error}") from error
 
 
-def _decode(blob: memoryview, spec: ModelSpec) -> Decoded:
+def _decode(blob: memoryview, spec: ModelSpec, wholes: Sequence[Any]) -> Decoded:
     header, data = _split(blob, spec)
     metadata = header.pop("__metadata__")
     manifest = _verified_manifest(metadata)
@@ -139,18 +158,36 @@ def _decode(blob: memoryview, spec: ModelSpec) -> Decoded:
             raise CodecError(
                 f"layer {index} is declared {row['kind']} from {row['begin']}, expected {kind.name} from {begin}"
             )
-        pair = []
-        for part, dim in (("keys", layer.key_dim), ("values", layer.value_dim)):
-            entry = header.pop(_name(index, part))
-            shape = [1, layer.kv_heads, num_tokens - begin, dim]
-            tensor, span = _tensor(entry, row[part], shape, spec.dtype, data, f"layer {index} {part}")
-            pair.append(tensor)
+        expected = _expected_tensors(layer, num_tokens - begin, spec.dtype)
+        parts: dict[str, torch.Tensor] = {}
+        for wanted in expected:
+            entry, declared = header.pop(_name(index, wanted.name)), row["tensors"].pop(wanted.name)
+            parts[wanted.name], span = _tensor(entry, declared, wanted, data, f"layer {index} {wanted.name}")
             used += span
+        if row["tensors"]:
+            raise CodecError(f"layer {index} declares tensors that the model does not have")
         kinds.append(kind)
-        layers.append((pair[0], pair[1]))
+        layers.append(tuple(parts.values()) if kind.has_tokens else _whole(wholes[index], parts, row["plain"]))
     if header or used != len(data):
         raise CodecError("the file holds more than its manifest declares")
-    return Decoded(handle, KVState.from_tensors(tuple(kinds), layers, num_tokens))
+    return Decoded(handle, KVState.from_layers(tuple(kinds), layers, num_tokens))
+
+
+def _expected_tensors(layer: LayerSpec, length: int, dtype: str) -> tuple[StateTensor, ...]:
+    if layer.kind not in ("full", "sliding", "chunked"):
+        return layer.tensors
+    return (
+        StateTensor("keys", (1, layer.kv_heads, length, layer.key_dim), dtype),
+        StateTensor("values", (1, layer.kv_heads, length, layer.value_dim), dtype),
+    )
+
+
+def _whole(template: Any, tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> Any:
+    """A layer like the template with other tensors, numbers and texts; each of the template's own type."""
+    known = plain_of(template)
+    if plain.keys() != known.keys() or any(type(plain[path]) is not type(known[path]) for path in known):
+        raise CodecError("a layer that is kept whole has other fields than the model's")
+    return fill_layer(template, {**tensors, **plain})
 
 
 def _split(blob: memoryview, spec: ModelSpec) -> tuple[dict[str, Any], memoryview]:
@@ -193,23 +230,28 @@ def _check_model(manifest: dict[str, Any], spec: ModelSpec) -> None:
 
 
 def _tensor(
-    entry: dict[str, Any], row: dict[str, Any], shape: list[int], dtype: str, data: memoryview, where: str
+    entry: dict[str, Any], declared: dict[str, Any], wanted: StateTensor, data: memoryview, where: str
 ) -> tuple[torch.Tensor, int]:
     """One tensor as a view of `data`, and its length in bytes, after every check."""
     kind = DTYPES[entry["dtype"]]
     begin, end = entry["data_offsets"]
-    nbytes = kind.itemsize
-    for size in shape:
-        nbytes *= size
-    if entry["shape"] != shape or row["shape"] != shape or str(kind) != f"torch.{dtype}":
-        raise CodecError(f"{where} is declared {entry['dtype']} {entry['shape']}, expected {dtype} {shape}")
+    shape = entry["shape"]
+    fits = len(shape) == len(wanted.shape) and all(
+        type(size) is int and (size == fixed or (fixed < 0 <= size))
+        for size, fixed in zip(shape, wanted.shape, strict=True)
+    )
+    if not fits or declared["shape"] != shape or str(kind) != f"torch.{wanted.dtype}":
+        raise CodecError(
+            f"{where} is declared {entry['dtype']} {shape}, expected {wanted.dtype} {list(wanted.shape)}"
+        )
+    nbytes = kind.itemsize * math.prod(shape)
     if not 0 <= begin <= end <= len(data) or end - begin != nbytes:
         raise CodecError(f"{where} is declared at bytes {begin} to {end} of {len(data)}, expected {nbytes} bytes")
     chunk = data[begin:end]
-    if _sha256(chunk) != row["sha256"]:
+    if _sha256(chunk) != declared["sha256"]:
         raise CodecError(f"{where} does not match its SHA-256; the file is damaged or was altered")
-    tensor = torch.frombuffer(chunk, dtype=kind).reshape(shape)
-    if not torch.isfinite(tensor).all():
+    tensor = torch.frombuffer(chunk, dtype=kind).reshape(shape) if nbytes else torch.empty(shape, dtype=kind)
+    if kind.is_floating_point and not torch.isfinite(tensor).all():
         raise CodecError(f"{where} holds values that are not finite")
     return tensor, nbytes
 

@@ -2,12 +2,16 @@
 
 A `KVState` is a length over a `KVBuffer`; a `KVTail` is the right to write behind it, dressed as a `Cache` for one
 model call after another; `rows_cache` dresses several of them for one call. None knows which model or tokens it is of.
+
+Attention layers keep one entry per token and share storage. Every other kind of layer (recurrent and convolution
+states, indexed and compressed attention, whatever comes) is kept whole, as transformers' own layer: copied where a
+sequence goes on, and never cropped.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -16,88 +20,145 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DummyLayer,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
 )
 
 from langgraph_latent.errors import UnsupportedLayerError
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore
+from langgraph_latent.kv.whole import copy_layer, move_layer, tensors_of
+
+WHOLE_KINDS: Mapping[type, str] = {
+    DummyLayer: "none",
+    DynamicIndexedLayer: "indexed",
+    LinearAttentionLayer: "linear",
+    LinearAttentionAndFullAttentionLayer: "hybrid",
+    LinearAttentionAndSlidingWindowAttentionLayer: "hybrid sliding",
+}
 
 
 class LayerKind(NamedTuple):
-    """What a cache layer keeps: "full" or "sliding", and the window in tokens (0 for full)."""
+    """What a cache layer keeps: "full", "sliding" or "chunked" attention, or one of a layer that is kept whole.
+
+    `window` is in tokens, 0 where there is none.
+    """
 
     name: str
     window: int = 0
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it keeps one key and value per token."""
+        return self.name in ("full", "sliding", "chunked")
 
     def first_needed(self, length: int) -> int:
         """The first position that the next token of a sequence of `length` tokens may attend to."""
         return max(0, length - self.window + 1) if self.window else 0
 
 
+def empty_layers(config: PreTrainedConfig) -> tuple[Any, ...]:
+    """transformers' own empty cache layers for a model.
+
+    Raises `UnsupportedLayerError` where transformers makes none for it before it is run.
+    """
+    layers = tuple(DynamicCache(config=config).layers)
+    if not layers:
+        raise UnsupportedLayerError(f"transformers knows no cache layers of {config.model_type!r}; use a text edge")
+    return layers
+
+
 def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """The kind of every cache layer of a model. Raises `UnsupportedLayerError` for one that `KVState` can't hold."""
-    kinds = []
-    for index, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            kinds.append(LayerKind("sliding", layer.sliding_window))
-        elif type(layer) is DynamicLayer:
-            kinds.append(LayerKind("full"))
-        else:
-            raise UnsupportedLayerError(
-                f"layer {index} of {config.model_type!r} keeps a {type(layer).__name__}; only full and sliding-window "
-                "attention can be handed over yet. Use a text edge for this model."
-            )
-    return tuple(kinds)
+    """The kind of every cache layer of a model."""
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    layers = empty_layers(config)
+    names = [types[index] if len(types) == len(layers) else "" for index in range(len(layers))]
+    return tuple(_kind(layer, name) for layer, name in zip(layers, names, strict=True))
+
+
+def _kind(layer: Any, configured: str) -> LayerKind:
+    if type(layer) is DynamicSlidingWindowLayer:
+        return LayerKind("chunked" if configured == "chunked_attention" else "sliding", layer.sliding_window)
+    if type(layer) is DynamicLayer:
+        return LayerKind("full")
+    return LayerKind(WHOLE_KINDS.get(type(layer), type(layer).__name__))
 
 
 class KVState:
-    """The keys and values of a sequence's first `num_tokens` tokens, per layer `(1, kv_heads, seq, head_dim)`.
+    """The cache of a sequence's first `num_tokens` tokens. Never changes; cropping and forking share memory.
 
-    Keys are after RoPE at positions 0 .. num_tokens. Never changes; cropping and forking share memory.
+    Attention layers hold keys and values, `(1, kv_heads, seq, head_dim)`, keys after RoPE at positions 0 .. num_tokens.
+
+    Attributes:
+        wholes: per layer transformers' own layer where it is kept whole, None where tokens are in the buffer.
     """
 
-    __slots__ = ("buffer", "kinds", "num_tokens", "__weakref__")
+    __slots__ = ("buffer", "kinds", "num_tokens", "wholes", "__weakref__")
 
-    def __init__(self, buffer: KVBuffer, kinds: tuple[LayerKind, ...], num_tokens: int) -> None:
+    def __init__(
+        self, buffer: KVBuffer, kinds: tuple[LayerKind, ...], num_tokens: int, wholes: tuple[Any, ...] = ()
+    ) -> None:
         self.buffer = buffer
         self.kinds = kinds
         self.num_tokens = num_tokens
+        self.wholes = wholes or (None,) * len(kinds)
         buffer.add_view(self)
 
     @classmethod
-    def empty(cls, kinds: tuple[LayerKind, ...]) -> KVState:
-        """The state of no tokens."""
-        return cls(KVBuffer.empty(len(kinds)), kinds, 0)
+    def empty(cls, kinds: tuple[LayerKind, ...], layers: Sequence[Any] = ()) -> KVState:
+        """The state of no tokens; `layers` are `empty_layers` of the model where some are kept whole."""
+        wholes = tuple(None if kind.has_tokens else layer for kind, layer in zip(kinds, layers, strict=bool(layers)))
+        return cls(KVBuffer.empty(len(kinds)), kinds, 0, wholes)
 
     @classmethod
-    def from_tensors(
-        cls, kinds: tuple[LayerKind, ...], layers: list[tuple[torch.Tensor, torch.Tensor]], num_tokens: int
-    ) -> KVState:
-        """A state over given keys and values, taken over without a copy; sliding layers hold their last tokens."""
-        stores = [LayerStore(keys, values, num_tokens - keys.shape[-2]) for keys, values in layers]
-        return cls(KVBuffer(stores), kinds, num_tokens)
+    def from_layers(cls, kinds: tuple[LayerKind, ...], layers: Sequence[Any], num_tokens: int) -> KVState:
+        """A state over given layers, taken over without a copy.
+
+        A layer is a pair of keys and values (of its last tokens where it is sliding), or one that is kept whole.
+        """
+        stores = [
+            LayerStore(*layer, num_tokens - layer[0].shape[-2]) if kind.has_tokens else LayerStore()
+            for kind, layer in zip(kinds, layers, strict=True)
+        ]
+        wholes = tuple(None if kind.has_tokens else layer for kind, layer in zip(kinds, layers, strict=True))
+        return cls(KVBuffer(stores), kinds, num_tokens, wholes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values in it, spare capacity not included."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers())
+        """Bytes of every tensor in it, spare capacity not included."""
+        return sum(tensor.nbytes for tensors in self.layers() for tensor in tensors)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the layers that are kept whole, which no other state shares."""
+        return sum(tensor.nbytes for whole in self.wholes if whole for tensor in tensors_of(whole).values())
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the first layer's keys: `(batch, kv_heads, seq, head_dim)`; () for a state of no tokens."""
-        keys = self.buffer.layers[0].keys
-        if keys is None:
-            return ()
-        return (*keys.shape[:2], self.num_tokens - self.kinds[0].first_needed(self.num_tokens), keys.shape[-1])
+        """Of the first attention layer's keys, `(batch, kv_heads, seq, head_dim)`; () where there is none."""
+        for kind, tensors in zip(self.kinds, self.layers(), strict=False):
+            if kind.has_tokens:
+                return tuple(tensors[0].shape)
+        return ()
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that the next token may attend to; views."""
-        begin = self.kinds[index].first_needed(self.num_tokens)
-        return self.buffer.layers[index].view(begin, self.num_tokens)
+    def parts(self, index: int) -> dict[str, torch.Tensor]:
+        """What the next token needs of a layer, by name; "keys" and "values" of an attention layer. Views."""
+        kind = self.kinds[index]
+        if not kind.has_tokens:
+            return tensors_of(self.wholes[index])
+        keys, values = self.buffer.layers[index].view(kind.first_needed(self.num_tokens), self.num_tokens)
+        return {"keys": keys, "values": values}
 
-    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def layer(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of `parts(index)`: keys and values of an attention layer."""
+        return tuple(self.parts(index).values())
+
+    def layers(self) -> list[tuple[torch.Tensor, ...]]:
         """`layer(i)` for every layer; empty for a state of no tokens."""
         return [self.layer(index) for index in range(len(self.kinds))] if self.num_tokens else []
 
@@ -108,7 +169,10 @@ class KVState:
         if num_tokens == self.num_tokens:
             return True
         stores = zip(self.kinds, self.buffer.layers, strict=True)
-        return all(store.start <= kind.first_needed(num_tokens) for kind, store in stores)
+        return all(
+            store.start <= kind.first_needed(num_tokens) if kind.has_tokens else kind.name == "none"
+            for kind, store in stores
+        )
 
     def crop(self, num_tokens: int) -> KVState:
         """The state of the first `num_tokens` tokens, by view. Raises `ValueError` where `can_crop` is False."""
@@ -116,31 +180,42 @@ class KVState:
             return self
         if not self.can_crop(num_tokens):
             raise ValueError(f"a state of {self.num_tokens} tokens can't be cropped to {num_tokens}")
-        return KVState(self.buffer, self.kinds, num_tokens)
+        return KVState(self.buffer, self.kinds, num_tokens, self.wholes)
 
-    def to(self, devices: Sequence[torch.device]) -> KVState:
-        """The state with each layer on the device it is used on; itself where it is there already."""
-        pairs = list(zip(self.layers(), devices, strict=True))
-        if all(keys.device == device for (keys, _), device in pairs):
+    def to(self, devices: Sequence[torch.device | None]) -> KVState:
+        """The state with each layer on the device it is used on; itself where it is there already. None: anywhere."""
+        if all(
+            device is None or tensor.device == device
+            for tensors, device in zip(self.layers(), devices, strict=False)
+            for tensor in tensors
+        ):
             return self
-        moved = [(keys.to(device), values.to(device)) for (keys, values), device in pairs]
-        return KVState.from_tensors(self.kinds, moved, self.num_tokens)
+        moved = [
+            tuple(tensor.to(device) for tensor in self.layer(index))
+            if kind.has_tokens
+            else move_layer(self.wholes[index], device)
+            for index, (kind, device) in enumerate(zip(self.kinds, devices, strict=True))
+        ]
+        return KVState.from_layers(self.kinds, moved, self.num_tokens)
 
     def checksum(self) -> str:
         """SHA-256 over shape, dtype and bytes of every layer; reads all of it."""
         digest = hashlib.sha256()
-        for pair in self.layers():
-            for tensor in pair:
+        for tensors in self.layers():
+            for tensor in tensors:
                 digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
                 digest.update(tensor_bytes(tensor))
         return digest.hexdigest()
 
     def equals(self, other: KVState) -> bool:
-        """Whether kinds, length and every key and value are equal, bit for bit."""
+        """Whether kinds, length and every tensor are equal, bit for bit."""
         if (self.kinds, self.num_tokens) != (other.kinds, other.num_tokens):
             return False
         pairs = zip(self.layers(), other.layers(), strict=True)
-        return all(torch.equal(a, b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+        return all(
+            len(mine) == len(theirs) and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+            for mine, theirs in pairs
+        )
 
     def append(self, expected: int = 0) -> KVTail:
         """Begin to write behind this state; `expected` is the length to make room for, where it is known."""
@@ -160,8 +235,14 @@ class KVTail:
             buffer.claim(0)
         self._growth = growth = _Growth(state, buffer, expected)
         self._is_open = True
-        self._layers = [_TailLayer(growth, index, state.num_tokens) for index in range(len(state.kinds))]
-        self.cache = Cache(layers=[*self._layers])
+        self._num_fed = state.num_tokens
+        self._is_spoiled = False
+        layers = [
+            _TailLayer(growth, index, state.num_tokens) if whole is None else copy_layer(whole)
+            for index, whole in enumerate(state.wholes)
+        ]
+        self._layers = [layer for layer in layers if isinstance(layer, _TailLayer)]
+        self._cache = Cache(layers=layers)
 
     @property
     def origin(self) -> KVState:
@@ -169,21 +250,38 @@ class KVTail:
         return self._growth.origin
 
     @property
+    def cache(self) -> Cache:
+        """For the model's forward. Raises `RuntimeError` where a failed call spoiled a layer that is kept whole."""
+        if self._is_spoiled:
+            raise RuntimeError("a failed model call left this cache half-written, and its layers can't be cropped")
+        return self._cache
+
+    @property
     def num_tokens(self) -> int:
         """Tokens complete in every layer."""
-        return min(layer.length for layer in self._layers)
+        return min((layer.length for layer in self._layers), default=self._num_fed)
+
+    def fed(self, num_tokens: int) -> None:
+        """Note that a model call on `num_tokens` tokens succeeded: not every kind of layer can tell."""
+        self._num_fed += num_tokens
 
     def seal(self) -> KVState:
         """The state of everything appended so far."""
         origin, buffer, _ = self._growth
         if self.num_tokens == origin.num_tokens:
             return origin
-        return KVState(buffer, origin.kinds, self.num_tokens)
+        wholes = [
+            None if kind.has_tokens else copy_layer(layer)
+            for kind, layer in zip(origin.kinds, self.cache.layers, strict=True)
+        ]
+        return KVState(buffer, origin.kinds, self.num_tokens, tuple(wholes))
 
     def rewind(self, num_tokens: int) -> None:
         """Forget what a failed model call wrote behind the first `num_tokens` tokens."""
+        self._num_fed = num_tokens
         for layer in self._layers:
             layer.length = num_tokens
+        self._is_spoiled = any(not kind.has_tokens and kind.name != "none" for kind in self.origin.kinds)
 
     def close(self) -> None:
         """Give the tail back; what was not sealed is forgotten. Nothing may be appended after it."""

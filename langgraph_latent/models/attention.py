@@ -26,7 +26,7 @@ MIN_SHARED = 512
 
 def use_row_attention(model: PreTrainedModel) -> bool:
     """Switch a model that runs transformers' sdpa to `row_attention`; leave every other model alone, and say so."""
-    if model.config._attn_implementation != "sdpa":
+    if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
         return False
     AttentionInterface.register(NAME, row_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -52,6 +52,8 @@ def row_attention(
     if isinstance(key, RowKeys):
         if not is_plain:
             raise NotImplementedError("dropout, position bias and soft caps are not computed row by row")
+        if not hasattr(key, "rows"):
+            raise NotImplementedError("the model changes its keys after it has cached them")
         output = _attend_rows(query, key, scale)
     elif not is_plain or query.device.type != "cpu" or query.shape[1] <= key.shape[1]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)

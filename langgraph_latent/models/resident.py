@@ -5,40 +5,45 @@ A `ResidentModel` prefills and decodes over `KVState`s. It knows nothing of who 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import itertools
 import json
 import re
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from langgraph_latent.errors import ContextLengthError, HandleError, LatentError, ModelLoadError, UnsupportedLayerError
+from langgraph_latent.errors import ContextLengthError, HandleError, LatentError, ModelLoadError
 from langgraph_latent.handle import KVHandle
-from langgraph_latent.kv.state import KVState, KVTail, layer_kinds, rows_cache
+from langgraph_latent.kv.rope import frequencies
+from langgraph_latent.kv.state import KVState, KVTail, LayerKind, empty_layers, layer_kinds, rows_cache
 from langgraph_latent.models import compute
 from langgraph_latent.models.answer import AnswerReaders
 from langgraph_latent.models.attention import use_row_attention
 from langgraph_latent.models.digest import weights_digest
 from langgraph_latent.models.grammar import GrammarCompiler
+from langgraph_latent.models.probe import VERSION, Findings, Probe, Rotations, rotations_of, unprobed
 from langgraph_latent.models.prompt import PromptWriter
 from langgraph_latent.models.sampling import Sampler
 from langgraph_latent.models.scheduler import MAX_ROWS, Lane, Row, Scheduler
 from langgraph_latent.models.shapes import shape_of
-from langgraph_latent.spec import LayerSpec, ModelSpec
+from langgraph_latent.paths import Memory
+from langgraph_latent.spec import LayerSpec, ModelSpec, StateTensor
 
 PROBE_WINDOW = 256
 """Sliding windows up to this many tokens are filled by the probe."""
-PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 1e-3, 1e-1
-"""Largest relative difference of logits that the probe accepts; the second for dtypes of two bytes and less."""
+PROBE_MEMORY = "probes.json"
 NO_IDENTITY = re.compile(
     r"_name_or_path|transformers_version|architectures|dtype|use_cache|.*_token_id|output_.*|return_dict|id2label|label2id"
     r"|_attn_implementation.*|initializer_range|quantization_config"
@@ -64,34 +69,63 @@ class ResidentModel:
     """A model in memory. One forward runs at a time; every method is safe in threads.
 
     Attributes:
-        spec: the model's identity.
         kinds: its cache layers.
         prompts: renders messages for it.
-        devices: where each cache layer lives.
+        devices: where each cache layer lives; None for one that keeps nothing.
+        findings: what the probe found out about its caches.
+        wholes: cache layers that are kept whole, as they are after a few tokens; None for the others.
         answers: reads what was sampled.
         scheduler: lets concurrent requests share model calls.
         end_tokens: token ids that end an answer.
         cache_argument: the name under which the installed forward takes a cache.
+        takes_mask, takes_positions: whether its forward takes an attention mask, and position ids.
+        has_rows: whether its attention may be given several sequences side by side.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, weights: str) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        weights: str,
+        *,
+        probe: bool = True,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.kinds = layer_kinds(model.config)
+        self._empty_layers = empty_layers(model.config)
         self.prompts = PromptWriter(tokenizer, name)
         self._lock = threading.Lock()
         attention = str(model.config.get_text_config()._attn_implementation)
-        has_rows = use_row_attention(model)
+        self.has_rows = use_row_attention(model)
         self.end_tokens = _end_tokens(model, tokenizer)
         self.answers = AnswerReaders(tokenizer, self.end_tokens)
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
+        self.takes_mask, self.takes_positions = True, "position_ids" in parameters
+        state, self.findings = self._probed(name, weights, attention, is_wanted=probe)
+        self.devices = [next((tensor.device for tensor in tensors), None) for tensors in state.layers()]
+        self.wholes = state.wholes
+        self.scheduler = Scheduler(self.forward, MAX_ROWS if self.findings.capabilities.can("batch") else 1)
+        self.spec = _spec_of(self, state, name, weights, attention)
+
+    def _probed(self, name: str, weights: str, attention: str, *, is_wanted: bool) -> tuple[KVState, Findings]:
+        """A state of a few tokens, and what is known of the model: remembered, found out now, or, if not wanted, nothing."""
         ids = self._probe_ids()
-        probe = self._probe(ids, name)
-        self.scheduler = Scheduler(self.forward, MAX_ROWS if has_rows and self._takes_rows(ids) else 1)
-        self.devices = [keys.device for keys, _ in probe]
-        self.spec = _spec_of(self, probe, name, weights, attention)
+        probe = Probe(self, ids, name)
+        version = (VERSION, transformers.__version__, torch.__version__, self.device.type, attention)
+        key = hashlib.sha256(repr((version, weights, _config_digest(self.model.config), self.model.dtype)).encode())
+        memory = Memory(PROBE_MEMORY)
+        findings = unprobed(self.kinds) if not is_wanted else None
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            findings = findings or Findings.from_dict(memory.recall(key.hexdigest()))
+        if findings is None:
+            findings = probe.findings()
+            memory.remember(key.hexdigest(), findings.to_dict())
+        self.takes_mask = findings.takes_mask
+        return probe.whole[1], findings
 
     def _probe_ids(self) -> list[int]:
         """Tokens for a probe, more than fit into a small sliding window."""
@@ -99,62 +133,17 @@ class ResidentModel:
         vocab_size = self.model.config.get_text_config().vocab_size
         return [index % vocab_size for index in range(3, 15 + max(windows, default=0))]
 
-    def _probe(self, ids: list[int], name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of a short run, per layer: real shapes, dtypes and devices.
-
-        Raises `UnsupportedLayerError` where feeding tokens in parts does not give what feeding them at once gives: such
-        a model is not causal, or its cache can't be appended to.
-        """
-        try:
-            results = []
-            for sizes in ((len(ids),), (5, 1, len(ids) - 6)):
-                with self.empty_state().append(len(ids)) as tail:
-                    begin = 0
-                    for size in sizes:
-                        (logits,) = self.forward([Row(ids[begin : begin + size], tail)])
-                        begin += size
-                    results.append(logits.float())
-                    layers = tail.seal().layers()
-            error = _difference(*results)
-            whole = len(layers) == len(self.kinds) and all(keys.shape[0] == 1 for keys, _ in layers)
-        except Exception as caught:  # whatever a model class does with a cache that it does not understand
-            raise UnsupportedLayerError(
-                f"{name!r} ({type(self.model).__name__}) does not run over a cache of full and sliding-window layers: "
-                f"{type(caught).__name__}: {caught}. Use a text edge for this model."
-            ) from caught
-        if not whole or not error <= self._tolerance:
-            raise UnsupportedLayerError(
-                f"{name!r} ({type(self.model).__name__}) gives other logits when its tokens are fed in parts (relative "
-                f"difference {error:.1e}): it is not causal, or its cache can't be appended to"
-            )
-        return layers
-
-    def _takes_rows(self, ids: list[int]) -> bool:
-        """Whether several sequences in one call give what they give alone; where not, they run one after another."""
-        begun: tuple[tuple[list[int], list[int]], ...] = ((ids[:-1], ids[-1:]), (ids[:4], ids[4:7]), ([], ids[2:5]))
-        try:
-            alone, rows = [], []
-            for before, new in begun:
-                tail = self.empty_state().append(len(ids))
-                if before:
-                    self.forward([Row(before, tail)])
-                alone.append(self.forward([Row(new, tail)]))
-                tail.rewind(len(before))
-                rows.append(Row(new, tail))
-            return _difference(torch.cat(alone).float(), self.forward(rows).float()) <= self._tolerance
-        except Exception:  # noqa: BLE001 - whatever a model class does with rows that it does not understand
-            return False
-
-    @property
-    def _tolerance(self) -> float:
-        return PROBE_TOLERANCE if self.model.dtype.itemsize > 2 else NARROW_PROBE_TOLERANCE
+    @cached_property
+    def rotations(self) -> Rotations:
+        """Per layer, how its keys and its values carry positions; None where they carry none."""
+        return rotations_of(self.findings.rotations, frequencies(self.model))
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     def empty_state(self) -> KVState:
-        return KVState.empty(self.kinds)
+        return KVState.empty(self.kinds, self._empty_layers)
 
     def check_length(self, num_tokens: int) -> None:
         """Raise `ContextLengthError` where a sequence of `num_tokens` is longer than the model takes."""
@@ -189,11 +178,17 @@ class ResidentModel:
         begin = 0
         with self._in(lane) as lane:
             while begin < len(ids):
-                end = begin + lane.chunk_tokens
+                end = begin + self._chunk(tail, lane)
                 logits = lane.feed(ids[begin:end], tail)
                 begin = end
         logits[0].item()
         return logits
+
+    def _chunk(self, tail: KVTail, lane: Lane) -> int:
+        """How many tokens the next call may be given."""
+        if not self.findings.is_stepwise:
+            return lane.chunk_tokens
+        return 1 if tail.num_tokens else sys.maxsize
 
     def decode(
         self, logits: torch.Tensor, tail: KVTail, sampler: Sampler, limit: int, lane: Lane | None = None
@@ -216,24 +211,37 @@ class ResidentModel:
 
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:
         """One model call on the new tokens of several sequences; logits after the last of each, (rows, vocab)."""
-        return self._forward_alone(*rows[0]) if len(rows) == 1 else self._forward_rows(rows)
+        return self.run(*rows[0])[None] if len(rows) == 1 else self.run_rows(rows)
 
-    def _forward_alone(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
-        """With a mask over the whole length, as transformers itself runs one sequence."""
-        mask = torch.ones((1, tail.num_tokens + len(ids)), dtype=torch.long, device=self.device)
-        return self._run(tail.cache, ids, [len(ids) - 1], attention_mask=mask)
+    def run(self, ids: Sequence[int], tail: KVTail, **arguments: Any) -> torch.Tensor:
+        """One model call on one sequence's new tokens; logits after the last, (vocab,). `arguments` go to its forward.
 
-    def _forward_rows(self, rows: Sequence[Row]) -> torch.Tensor:
-        """With the sequences side by side, each at its own positions; `row_attention` keeps them apart."""
-        sizes = [len(row.ids) for row in rows]
+        With a mask over the whole length, as transformers itself runs one sequence.
+        """
+        if self.takes_mask and "attention_mask" not in arguments:
+            length = tail.num_tokens + len(ids)
+            arguments["attention_mask"] = torch.ones((1, length), dtype=torch.long, device=self.device)
+        (logits,) = self._run(tail.cache, ids, [len(ids) - 1], **arguments)
+        tail.fed(len(ids))
+        return logits
+
+    def run_rows(self, rows: Sequence[tuple[Sequence[int], KVTail]]) -> torch.Tensor:
+        """One model call on several sequences side by side, each at its own positions; logits after each, (rows, vocab).
+
+        `row_attention` keeps them apart.
+        """
+        sizes = [len(ids) for ids, _ in rows]
         positions = [at for ids, tail in rows for at in range(tail.num_tokens, tail.num_tokens + len(ids))]
-        return self._run(
-            rows_cache([row.tail for row in rows], sizes),
-            [token for row in rows for token in row.ids],
+        logits = self._run(
+            rows_cache([tail for _, tail in rows], sizes),
+            [token for ids, _ in rows for token in ids],
             [end - 1 for end in itertools.accumulate(sizes)],
             position_ids=torch.tensor([positions], device=self.device),
             attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),  # 4-d: taken as it is
         )
+        for ids, tail in rows:
+            tail.fed(len(ids))
+        return logits
 
     def _run(self, *call: Any, **arguments: Any) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -247,8 +255,9 @@ class ResidentModel:
         arguments[self.cache_argument] = cache
         if self._keeps_logits:
             arguments["logits_to_keep"] = at
+        arguments = {"input_ids": torch.tensor([ids], device=self.device), "use_cache": True, **arguments}
         with self._lock:
-            output = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=True, **arguments)
+            output = self.model(**arguments)
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_logits else logits[at]
 
@@ -258,14 +267,14 @@ _users: dict[ModelKey, int] = {}
 _load_lock = threading.Lock()
 
 
-def acquire(key: ModelKey) -> ResidentModel:
-    """The one resident model for `key`, loaded on first use. Every call needs a `release`.
+def acquire(key: ModelKey, *, probe: bool = True) -> ResidentModel:
+    """The one resident model for `key`, loaded on first use, then probed unless told not to. Every call needs a `release`.
 
     Parallel callers wait for one load. Raises `ModelLoadError` for a name or folder that holds no usable model.
     """
     with _load_lock:
         if key not in _resident:
-            _resident[key] = compute.run(lambda: _load(key))
+            _resident[key] = compute.run(lambda: _load(key, probe))
         _users[key] = _users.get(key, 0) + 1
         return _resident[key]
 
@@ -283,7 +292,7 @@ def num_resident() -> int:
     return len(_resident)
 
 
-def _load(key: ModelKey) -> ResidentModel:
+def _load(key: ModelKey, probe: bool) -> ResidentModel:
     folder = _folder_of(key)
     device = _default_device() if key.device == "auto" else key.device
     dtype = _default_dtype(device) if key.dtype == "auto" else key.dtype
@@ -299,7 +308,7 @@ def _load(key: ModelKey) -> ResidentModel:
         raise
     except Exception as error:  # the one place where loading errors, of whatever kind, become ours
         raise ModelLoadError(f"{key.name!r} can't be loaded as a causal language model: {error}") from error
-    return ResidentModel(model.eval(), tokenizer, key.name, weights_digest(folder))
+    return ResidentModel(model.eval(), tokenizer, key.name, weights_digest(folder), probe=probe)
 
 
 def _folder_of(key: ModelKey) -> Path:
@@ -334,11 +343,6 @@ def _default_dtype(device: str) -> str:
     return "float32" if device == "cpu" else "auto"
 
 
-def _difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    return float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-6))
-
-
 def _config_digest(config: PreTrainedConfig) -> str:
     fields = {name: value for name, value in config.to_dict().items() if not NO_IDENTITY.fullmatch(name)}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
@@ -347,11 +351,13 @@ def _config_digest(config: PreTrainedConfig) -> str:
 def _max_positions(config: PreTrainedConfig, rope: dict[str, Any]) -> int:
     """The longest sequence over which a cache stays valid; 0 where the model names none.
 
-    With longrope, keys written below the original maximum are wrong above it: the frequencies change there.
+    With longrope and dynamic scaling, keys written below the original maximum are wrong above it: the frequencies
+    change there.
     """
     longest = int(getattr(config, "max_position_embeddings", 0) or 0)
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0)
-    return min(longest, int(original)) if rope.get("rope_type") == "longrope" and original else longest
+    changes = rope.get("rope_type") in ("longrope", "dynamic")
+    return min(longest, int(original)) if changes and original else longest
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -360,15 +366,9 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     return frozenset(token for token in ends if token is not None)
 
 
-def _spec_of(
-    resident: ResidentModel, pairs: list[tuple[torch.Tensor, torch.Tensor]], name: str, weights: str, attention: str
-) -> ModelSpec:
-    """Read the identity off a loaded model; `pairs` are the keys and values of a short run, per layer."""
+def _spec_of(resident: ResidentModel, state: KVState, name: str, weights: str, attention: str) -> ModelSpec:
+    """Read the identity off a loaded model; `state` is that of a short run."""
     config = resident.model.config.get_text_config()
-    layers = tuple(
-        LayerSpec(kind.name, kind.window, keys.shape[1], keys.shape[-1], values.shape[-1])
-        for kind, (keys, values) in zip(resident.kinds, pairs, strict=True)
-    )
     rope = getattr(config, "rope_parameters", None)
     tokenizer = resident.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -379,16 +379,40 @@ def _spec_of(
         architecture=type(resident.model).__name__,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        layers=layers,
+        layers=tuple(_layer_spec(kind, state.parts(index), state.num_tokens) for index, kind in enumerate(state.kinds)),
         rope=json.dumps(rope, sort_keys=True, default=str) if rope else "",
         config=_config_digest(config),
         weights=weights,
         tokenizer=hashlib.sha256(words.encode()).hexdigest(),
         template=hashlib.sha256(str(tokenizer.chat_template or "").encode()).hexdigest(),
         adapters=(),
-        dtype=str(pairs[0][0].dtype).removeprefix("torch."),
+        dtype=str(resident.model.dtype).removeprefix("torch."),
         quantization=str(getattr(quantization, "quant_method", "")) if quantization else "",
         attention=attention,
         max_positions=_max_positions(config, rope or {}),
-        bytes_per_token=sum(keys[0, :, 0].nbytes + values[0, :, 0].nbytes for keys, values in pairs),
+        bytes_per_token=sum(
+            tensor[0, :, 0].nbytes
+            for kind, tensors in zip(state.kinds, state.layers(), strict=True)
+            if kind.has_tokens
+            for tensor in tensors
+        ),
+        capabilities=resident.findings.capabilities,
     )
+
+
+def _layer_spec(kind: LayerKind, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> LayerSpec:
+    """A layer's shapes; a dimension as long as the run is taken for one that grows with the tokens."""
+    if kind.has_tokens:
+        keys, values = tensors["keys"], tensors["values"]
+        return LayerSpec(kind.name, kind.window, keys.shape[1], keys.shape[-1], values.shape[-1])
+    kept = (
+        StateTensor(
+            name,
+            tuple(-1 if size == num_tokens and index else size for index, size in enumerate(tensor.shape)),
+            str(tensor.dtype).removeprefix("torch."),
+        )
+        for name, tensor in tensors.items()
+    )
+    return LayerSpec(kind.name, kind.window, tensors=tuple(kept))
+
+

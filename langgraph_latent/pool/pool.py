@@ -38,13 +38,17 @@ class PoolInfo(NamedTuple):
 
 @dataclass(eq=False)
 class Entry:
-    """One kept state. `handles` are ids that mean it, `owners` the threads and scopes that made it."""
+    """One kept state. `handles` are ids that mean it, `owners` the threads and scopes that made it.
+
+    `whole_nbytes` are the bytes of layers that are kept whole, which it shares with no other entry.
+    """
 
     namespace: Namespace
     state: KVState
     node: Node[Entry]
     handles: set[str] = field(default_factory=set)
     owners: set[str] = field(default_factory=set)
+    whole_nbytes: int = 0
     used: int = 0
     pins: int = 0
     pinned_until: float = 0.0
@@ -67,6 +71,7 @@ class CachePool:
         self._owners: dict[str, set[Entry]] = {}
         self._is_closed = False
         self._clock = itertools.count(1)
+        self._whole_nbytes = 0
 
     def put(self, namespace: Namespace, tokens: bytes, state: KVState, handle: str, owner: str = "") -> list[str]:
         """Keep `state`, the cache of packed `tokens`, for a handle id; returns the ids that lost their tensors for it.
@@ -78,7 +83,7 @@ class CachePool:
         assert state.num_tokens * TOKEN_BYTES == len(tokens)
         if not tokens:
             return []
-        self.check_fits(state.buffer.nbytes)
+        self.check_fits(state.buffer.nbytes + state.whole_nbytes)
         with self._lock:
             if self._is_closed:
                 return [handle]
@@ -165,6 +170,7 @@ class CachePool:
             lost = list(self._handles)
             for index in (self._indexes, self._buffers, self._handles, self._owners):
                 index.clear()
+            self._whole_nbytes = 0
             return lost
 
     def close(self) -> list[str]:
@@ -203,8 +209,11 @@ class CachePool:
                 "storage covers what its states see": all(
                     layer.keys is not None and layer.start + layer.keys.shape[-2] >= entry.state.num_tokens
                     for entry in entries
-                    for layer in entry.state.buffer.layers
+                    for kind, layer in zip(entry.state.kinds, entry.state.buffer.layers, strict=True)
+                    if kind.has_tokens
                 ),
+                "layers that are kept whole are counted": self._whole_nbytes
+                == sum(entry.state.whole_nbytes for entry in entries),
                 "a buffer's size is that of its layers": all(
                     entry.state.buffer.nbytes == sum(layer.nbytes for layer in entry.state.buffer.layers)
                     for entry in entries
@@ -221,13 +230,14 @@ class CachePool:
         """The entry for these tokens: the one there, or a new one."""
         node = self._indexes.setdefault(namespace, PrefixIndex()).insert(tokens)
         if node.value is None:
-            node.value = Entry(namespace, state, node)
+            node.value = Entry(namespace, state, node, whole_nbytes=state.whole_nbytes)
+            self._whole_nbytes += node.value.whole_nbytes
             self._buffers.setdefault(id(state.buffer), set()).add(node.value)
         return node.value
 
     def _used(self) -> int:
         """Bytes of every storage once; it grows while it is written."""
-        return sum(_buffer(group).nbytes for group in self._buffers.values())
+        return sum(_buffer(group).nbytes for group in self._buffers.values()) + self._whole_nbytes
 
     def _shrink(self, keep: Entry) -> list[str]:
         """Evict by policy until the budget holds. Pins stay; where they leave no room for `keep`, its storage goes."""
@@ -235,7 +245,7 @@ class CachePool:
         if self._used() <= self.budget_bytes:
             return lost
         blocks = [
-            Block(key, _buffer(group).nbytes, max(entry.used for entry in group))
+            Block(key, _nbytes(group), max(entry.used for entry in group))
             for key, group in self._buffers.items()
             if keep not in group and not any(entry.is_pinned for entry in group)
         ]
@@ -252,6 +262,7 @@ class CachePool:
 
     def _remove(self, entry: Entry) -> list[str]:
         self._indexes[entry.namespace].remove(entry.node)
+        self._whole_nbytes -= entry.whole_nbytes
         key = id(entry.state.buffer)
         self._buffers[key].discard(entry)
         if not self._buffers[key]:
@@ -268,3 +279,8 @@ class CachePool:
 def _buffer(group: set[Entry]) -> KVBuffer:
     """The storage that a group of entries shares."""
     return next(iter(group)).state.buffer
+
+
+def _nbytes(group: set[Entry]) -> int:
+    """Of a group's storage, and of the layers that each entry keeps whole."""
+    return _buffer(group).nbytes + sum(entry.whole_nbytes for entry in group)

@@ -1,0 +1,397 @@
+"""What can be done with a model's caches, found out by running it on a few tokens. No list of model names.
+
+Each capability is a claim about logits: computed the cheap way they must be those of a plain run. What fails its claim is
+refused, with the reason. The whole probe is remembered with the model's identity and then not run again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from langgraph_latent.errors import UnsupportedLayerError
+from langgraph_latent.kv.rope import Rotation, RotationSpec, find_rotation, frequencies, rotation_of
+from langgraph_latent.kv.state import KVState, KVTail, LayerKind
+from langgraph_latent.spec import Capabilities
+
+VERSION = 2
+"""Of the probe's claims: remembered findings of another version are not believed."""
+TOLERANCE, NARROW_TOLERANCE = 1e-3, 1e-1
+"""Largest relative difference of logits; the second for dtypes of two bytes and less."""
+KEY_TOLERANCE, NARROW_KEY_TOLERANCE = 1e-4, 3e-2
+"""The same of keys that are moved."""
+DELTA = 5
+
+
+LayerRotation = tuple[RotationSpec | None, RotationSpec | None]
+Rotations = tuple[tuple[Rotation | None, Rotation | None], ...]
+
+
+class Probed(Protocol):
+    """What the probe needs of a model.
+
+    Attributes:
+        takes_mask: whether its forward is given an attention mask; the probe sets it.
+        takes_positions: whether its forward takes position ids.
+        has_rows: whether its attention may be given several sequences side by side.
+    """
+
+    model: Any
+    kinds: tuple[LayerKind, ...]
+    takes_mask: bool
+    takes_positions: bool
+    has_rows: bool
+
+    def empty_state(self) -> KVState: ...
+
+    def run(self, ids: Sequence[int], tail: KVTail, **arguments: Any) -> torch.Tensor:
+        """Logits after the last of `ids`, (vocab,)."""
+
+    def run_rows(self, rows: Sequence[tuple[Sequence[int], KVTail]]) -> torch.Tensor:
+        """Logits after the last token of each row, (rows, vocab), from one model call."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a probe found.
+
+    Attributes:
+        takes_mask: whether the model's forward is to be given an attention mask.
+        is_stepwise: behind a cache, it takes one token at a time only.
+        refusals: (capability, reason) for what can't be done.
+        positions: where positions come from, for people.
+        rotations: per layer, how its keys and its values carry positions; None where they carry none.
+    """
+
+    takes_mask: bool = True
+    is_stepwise: bool = False
+    refusals: tuple[tuple[str, str], ...] = ()
+    positions: str = ""
+    rotations: tuple[LayerRotation, ...] = ()
+    is_probed: bool = True
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(self.refusals, self.positions, self.is_probed)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Findings:
+        """Raises `KeyError`, `TypeError` or `ValueError` for what `to_dict` did not make."""
+        return cls(
+            takes_mask=bool(data["takes_mask"]),
+            is_stepwise=bool(data["is_stepwise"]),
+            refusals=tuple((str(name), str(reason)) for name, reason in data["refusals"]),
+            positions=str(data["positions"]),
+            rotations=tuple((_spec(keys), _spec(values)) for keys, values in data["rotations"]),
+        )
+
+
+def _spec(fields: Sequence[Any] | None) -> RotationSpec | None:
+    return None if fields is None else RotationSpec(*fields)
+
+
+def unprobed(kinds: Sequence[LayerKind]) -> Findings:
+    """What is promised without a probe: what the kinds of layers prove, and nothing that needs a proof."""
+    skipped = "the probe was skipped"
+    refusals = [("move", skipped), ("think", skipped), ("batch", skipped)]
+    return Findings(refusals=(*_kept_whole(kinds), *refusals), positions="not probed", is_probed=False)
+
+
+def _kept_whole(kinds: Sequence[LayerKind]) -> list[tuple[str, str]]:
+    whole = Counter(kind.name for kind in kinds if not kind.has_tokens and kind.name != "none")
+    if not whole:
+        return []
+    names = ", ".join(f"{count} {name}" for name, count in whole.items())
+    return [("crop", f"it has layers that are kept whole ({names}): no part of their state can be taken back")]
+
+
+class Probe:
+    """One probe of one model; `findings` runs it.
+
+    Args:
+        ids: token ids to run, at least 12, all different.
+    """
+
+    def __init__(self, model: Probed, ids: Sequence[int], name: str) -> None:
+        self._model = model
+        self._ids = list(ids)
+        self._name = f"{name!r} ({type(model.model).__name__})"
+        is_narrow = model.model.dtype.itemsize <= 2
+        self._tolerance = NARROW_TOLERANCE if is_narrow else TOLERANCE
+        self._key_tolerance = NARROW_KEY_TOLERANCE if is_narrow else KEY_TOLERANCE
+
+    def findings(self) -> Findings:
+        """Raises `UnsupportedLayerError` for a model that can't go on behind a cache."""
+        is_stepwise = self._find_way_to_append()
+        rotations, is_absolute = self._find_rotations()
+        refusals = dict(_kept_whole(self._model.kinds))
+        claims = {
+            "crop": self._refuse_crop,
+            "batch": self._refuse_batch,
+            "move": lambda: self._refuse_move(rotations, is_absolute),
+            "think": self._refuse_think,
+        }
+        for capability, refuse in claims.items():
+            if capability not in refusals and (reason := self._tried(refuse)):
+                refusals[capability] = reason
+        return Findings(
+            self._model.takes_mask,
+            is_stepwise,
+            tuple(refusals.items()),
+            self._positions(rotations, is_absolute),
+            tuple(rotations),
+        )
+
+    @cached_property
+    def whole(self) -> tuple[torch.Tensor, KVState]:
+        """Logits after all tokens, fed at once, and their state."""
+        return self._fed()
+
+    # -- append -----------------------------------------------------------------------------------------------------
+
+    def _find_way_to_append(self) -> bool:
+        """Set `takes_mask` of the model; whether it takes one token at a time only."""
+        failure = ""
+        num_tokens = len(self._ids)
+        for takes_mask in (True, False):
+            self._model.takes_mask = takes_mask
+            self.__dict__.pop("whole", None)
+            for is_stepwise, sizes in ((False, [5, num_tokens - 7, 1, 1]), (True, [5, *[1] * (num_tokens - 5)])):
+                try:
+                    expected, state = self.whole
+                    actual = self._in_parts(sizes)
+                except Exception as error:  # whatever a model class does with a cache that it does not understand
+                    failure = failure or (
+                        f"{self._name} does not run over transformers' cache layers for it: "
+                        f"{type(error).__name__}: {error}. Use a text edge for this model."
+                    )
+                    continue
+                if not _is_whole(state):
+                    failure = failure or f"{self._name} left layers of its cache empty. Use a text edge for this model."
+                elif not (error := difference(expected, actual)) <= self._tolerance:
+                    failure = failure or (
+                        f"{self._name} gives other logits when its tokens are fed in parts (relative difference "
+                        f"{error:.1e}): it is not causal, its cache can't be appended to, or it keeps state elsewhere"
+                    )
+                else:
+                    return is_stepwise
+        raise UnsupportedLayerError(failure)
+
+    def _in_parts(self, sizes: Sequence[int]) -> torch.Tensor:
+        """Logits after the tokens, fed in parts of these sizes; behind the first, the model reads something else."""
+        with self._model.empty_state().append(len(self._ids)) as tail, self._model.empty_state().append() as other:
+            begin = 0
+            for size in sizes:
+                logits = self._model.run(self._ids[begin : begin + size], tail)
+                begin += size
+                if begin == size:
+                    self._model.run(self._ids[: -size - 1 : -1], other)
+            return logits
+
+    def _fed(self, **arguments: Any) -> tuple[torch.Tensor, KVState]:
+        """Logits and state after all tokens, fed at once."""
+        with self._model.empty_state().append(len(self._ids)) as tail:
+            return self._model.run(self._ids, tail, **arguments), tail.seal()
+
+    # -- crop, batch, think -----------------------------------------------------------------------------------------
+
+    def _tried(self, refuse: Any) -> str:
+        """The reason for a refusal, "" for none; a claim that raises is refused with its error."""
+        try:
+            return str(refuse())
+        except Exception as error:  # noqa: BLE001 - whatever a model class does with a call that it does not expect
+            return f"its forward raises {type(error).__name__}: {str(error)[:200]}"
+
+    def _refuse_crop(self) -> str:
+        expected, state = self.whole
+        middle = len(self._ids) // 2
+        with state.crop(middle).append(len(self._ids)) as tail:
+            return self._refuse(expected, self._model.run(self._ids[middle:], tail), "behind a cropped cache")
+
+    def _refuse_batch(self) -> str:
+        """Several sequences in one call, of different lengths and at different positions, must be as each alone."""
+        if any(kind.name not in ("full", "sliding") for kind in self._model.kinds):
+            return "not all of its layers are full or sliding-window attention; its requests run one after another"
+        if not self._model.has_rows or not self._model.takes_mask:
+            return "its attention is not transformers' sdpa; its requests run one after another"
+        ids = self._ids
+        begun: tuple[tuple[list[int], list[int]], ...] = ((ids[:-1], ids[-1:]), (ids[:4], ids[4:7]), ([], ids[2:5]))
+        alone, rows = [], []
+        for before, new in begun:
+            tail = self._model.empty_state().append(len(ids))
+            if before:
+                self._model.run(before, tail)
+            alone.append(self._model.run(new, tail))
+            tail.rewind(len(before))
+            rows.append((new, tail))
+        return self._refuse(torch.stack(alone), self._model.run_rows(rows), "when several requests share a call")
+
+    def _refuse_think(self) -> str:
+        embeddings = self._model.model.get_input_embeddings()
+        ids = torch.tensor([self._ids], device=embeddings.weight.device)
+        with self._model.empty_state().append(len(self._ids)) as tail, torch.no_grad():
+            logits = self._model.run(self._ids, tail, input_ids=None, inputs_embeds=embeddings(ids))
+        return self._refuse(self.whole[0], logits, "from its own input embeddings")
+
+    # -- positions and move -----------------------------------------------------------------------------------------
+
+    def _find_rotations(self) -> tuple[list[LayerRotation], bool]:
+        """How each layer's keys and values carry positions, and whether that is in a way that no rotation explains.
+
+        Values carry them where a layer keeps the rotated channels apart (MLA).
+        """
+        before = self.whole[1]
+        rotations: list[LayerRotation] = [(None, None)] * len(self._model.kinds)
+        try:
+            after = self._later()
+        except Exception:  # noqa: BLE001 - it does not run at other positions; then nothing is claimed
+            return rotations, True
+        is_absolute = False
+        for index, later in after.items():
+            found = [self._rotation(before.parts(index)[part], later[part]) for part in ("keys", "values")]
+            rotations[index] = (found[0][0], found[1][0])
+            is_absolute |= not all(is_explained for _, is_explained in found)
+        return rotations, is_absolute
+
+    def _rotation(self, old: torch.Tensor, new: torch.Tensor) -> tuple[RotationSpec | None, bool]:
+        """What turns one into the other, None for nothing, and whether it does."""
+        if old.shape == new.shape and difference(old, new) <= self._key_tolerance:
+            return None, True
+        spec = find_rotation(old, new, DELTA, self._frequencies, self._key_tolerance)
+        return spec, spec is not None
+
+    @cached_property
+    def _frequencies(self) -> dict[str, torch.Tensor]:
+        return frequencies(self._model.model)
+
+    def _attention_layers(self) -> list[int]:
+        """The layers that keep keys and values, be it as a part of what they keep whole."""
+        state = self.whole[1]
+        return [index for index in range(len(state.kinds)) if "keys" in state.parts(index)]
+
+    def _later(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The attention layers' tensors for the same tokens at positions `DELTA` later.
+
+        Where positions can't be given, `DELTA` other tokens stand before; then only the first layer says something.
+        """
+        ids, layers = self._ids, self._attention_layers()
+        if self._model.takes_positions:
+            positions = torch.arange(DELTA, DELTA + len(ids), device=self._model.model.device)[None]
+            _, state = self._fed(position_ids=positions)
+            return {index: state.parts(index) for index in layers}
+        with self._model.empty_state().append(DELTA + len(ids)) as tail:
+            self._model.run([*ids[-DELTA:], *ids], tail)
+            state = tail.seal()
+        return {index: {name: part[:, :, DELTA:] for name, part in state.parts(index).items()} for index in layers[:1]}
+
+    def _refuse_move(self, rotations: Sequence[LayerRotation], is_absolute: bool) -> str:
+        """A block computed alone and moved must be the same block computed in place without seeing what is before it."""
+        if whole := _kept_whole(self._model.kinds):
+            return whole[0][1].replace("taken back", "moved")
+        if is_absolute:
+            return "positions are in its keys in a way that no rotation explains (learned or absolute positions)"
+        if not self._model.takes_mask:
+            return "it takes no attention mask, so a move can't be proven"
+        first, block, last = self._ids[-DELTA:], self._ids[:-3], self._ids[-3:]
+        return self._refuse(*self._in_place_and_moved(first, block, last, rotations), "behind a block that was moved")
+
+    def _in_place_and_moved(
+        self, first: list[int], block: list[int], last: list[int], rotations: Sequence[LayerRotation]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        model, total = self._model, len(first) + len(block) + len(last)
+        hidden = torch.ones((1, len(first) + len(block)), dtype=torch.long, device=model.model.device)
+        hidden[:, : len(first)] = 0
+        at = torch.arange(len(first), len(first) + len(block), device=model.model.device)[None]
+        with model.empty_state().append(total) as tail:
+            model.run(first, tail)
+            start = tail.seal()
+            model.run(block, tail, attention_mask=hidden, **({"position_ids": at} if model.takes_positions else {}))
+            in_place = model.run(last, tail)
+        with model.empty_state().append(total) as tail:
+            model.run(block, tail)
+            alone = tail.seal()
+        with moved_behind(start, alone, rotations_of(rotations, self._frequencies)).append(total) as tail:
+            return in_place, model.run(last, tail)
+
+    def _positions(self, rotations: Sequence[LayerRotation], is_absolute: bool) -> str:
+        """For people: "rope, half-split, 16 of 64 channels (yarn)"; several where layers differ."""
+        if not (layers := self._attention_layers()):
+            return "none: no attention layers"
+        if is_absolute:
+            return "learned or absolute"
+        counts = Counter(self._position(index, *rotations[index]) for index in layers)
+        scaling = (getattr(self._model.model.config.get_text_config(), "rope_parameters", None) or {}).get("rope_type")
+        scaled = f" ({scaling})" if scaling and scaling != "default" else ""
+        if len(counts) == 1:
+            return f"{next(iter(counts)).text}{scaled}"
+        return "; ".join(f"{count} x {position.text}" for position, count in counts.items()) + scaled
+
+    def _position(self, index: int, keys: RotationSpec | None, values: RotationSpec | None) -> _Position:
+        if (spec := keys or values) is None:
+            return _Position("ALiBi" if _has_alibi(self._model.model) else "none")
+        channels = self.whole[1].parts(index)["keys" if keys else "values"].shape[-1]
+        width = 2 * len(self._frequencies[spec.frequencies])
+        return _Position(f"rope, {spec.layout}, {width} of {channels} channels", spec.frequencies)
+
+    def _refuse(self, expected: torch.Tensor, actual: torch.Tensor, where: str) -> str:
+        error = difference(expected, actual)
+        return "" if error <= self._tolerance else f"its logits differ {where} (relative difference {error:.1e})"
+
+
+class _Position(NamedTuple):
+    """Where a layer's positions come from; layers with other frequencies are told apart."""
+
+    text: str
+    frequencies: str = ""
+
+
+def rotations_of(specs: Sequence[LayerRotation], known: Mapping[str, torch.Tensor]) -> Rotations:
+    """Per layer the rotation of its keys and of its values; None where they carry no position."""
+    return tuple(
+        (keys and rotation_of(keys, known), values and rotation_of(values, known)) for keys, values in specs
+    )
+
+
+def moved_behind(start: KVState, block: KVState, rotations: Rotations) -> KVState:
+    """A state of `start`'s tokens and, moved behind them, the block's; both must have all their tokens in every layer."""
+    layers: list[Any] = []
+    for index, (kind, turns) in enumerate(zip(start.kinds, rotations, strict=True)):
+        if not kind.has_tokens:
+            layers.append(start.wholes[index])
+            continue
+        pairs = zip(*(state.buffer.layers[index].view(0, state.num_tokens) for state in (start, block)), turns, strict=True)
+        layers.append(
+            tuple(
+                torch.cat([before, behind if turn is None else turn.shift(behind, start.num_tokens)], 2)
+                for before, behind, turn in pairs
+            )
+        )
+    return KVState.from_layers(start.kinds, layers, start.num_tokens + block.num_tokens)
+
+
+def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value; not a number where either has one."""
+    expected, actual = expected.float(), actual.float()
+    return float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+
+def _is_whole(state: KVState) -> bool:
+    """Whether every layer was written, for one sequence."""
+    return all(
+        not kind.has_tokens or (store.keys is not None and store.keys.shape[0] == 1)
+        for kind, store in zip(state.kinds, state.buffer.layers, strict=True)
+    )
+
+
+def _has_alibi(model: torch.nn.Module) -> bool:
+    return any("alibi" in name for module in model.modules() for name in (*vars(module), *vars(type(module)))) or any(
+        "alibi" in str(field) for field in model.config.to_dict().items()  # type: ignore[operator]
+    )
