@@ -94,7 +94,7 @@ def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec, wholes: Sequen
         raise
     except HandleError as error:
         raise CodecError(f"the cache's recipe is refused: {error}") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, struct.error) as error:
         raise CodecError(f"not a cache of this library, or damaged: {type(error).__name__}: {error}") from error
 
 
@@ -167,7 +167,10 @@ def _decode(blob: memoryview, spec: ModelSpec, wholes: Sequence[Any]) -> Decoded
         if row["tensors"]:
             raise CodecError(f"layer {index} declares tensors that the model does not have")
         kinds.append(kind)
-        layers.append(tuple(parts.values()) if kind.has_tokens else _whole(wholes[index], parts, row["plain"]))
+        if kind.has_tokens:
+            layers.append(tuple(parts.values()))
+        else:
+            layers.append(_whole(wholes[index], parts, row["plain"], num_tokens))
     if header or used != len(data):
         raise CodecError("the file holds more than its manifest declares")
     return Decoded(handle, KVState.from_layers(tuple(kinds), layers, num_tokens))
@@ -182,12 +185,16 @@ def _expected_tensors(layer: LayerSpec, length: int, dtype: str) -> tuple[StateT
     )
 
 
-def _whole(template: Any, tensors: dict[str, torch.Tensor], plain: dict[str, Any]) -> Any:
+def _whole(template: Any, tensors: dict[str, torch.Tensor], plain: dict[str, Any], num_tokens: int) -> Any:
     """A layer like the template with other tensors, numbers and texts; each of the template's own type."""
     known = plain_of(template)
     if plain.keys() != known.keys() or any(type(plain[path]) is not type(known[path]) for path in known):
         raise CodecError("a layer that is kept whole has other fields than the model's")
-    return fill_layer(template, {**tensors, **plain})
+    layer = fill_layer(template, {**tensors, **plain})
+    length = layer.get_seq_length() if hasattr(layer, "get_seq_length") else num_tokens
+    if length != num_tokens:
+        raise CodecError(f"a layer that is kept whole is of {length} tokens, expected {num_tokens}")
+    return layer
 
 
 def _split(blob: memoryview, spec: ModelSpec) -> tuple[dict[str, Any], memoryview]:
@@ -241,9 +248,7 @@ def _tensor(
         for size, fixed in zip(shape, wanted.shape, strict=True)
     )
     if not fits or declared["shape"] != shape or str(kind) != f"torch.{wanted.dtype}":
-        raise CodecError(
-            f"{where} is declared {entry['dtype']} {shape}, expected {wanted.dtype} {list(wanted.shape)}"
-        )
+        raise CodecError(f"{where} is declared {entry['dtype']} {shape}, expected {wanted.dtype} {list(wanted.shape)}")
     nbytes = kind.itemsize * math.prod(shape)
     if not 0 <= begin <= end <= len(data) or end - begin != nbytes:
         raise CodecError(f"{where} is declared at bytes {begin} to {end} of {len(data)}, expected {nbytes} bytes")

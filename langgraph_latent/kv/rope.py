@@ -1,12 +1,14 @@
 """Keys at other positions: rotated by the difference, with the model's own frequencies, in float32.
 
-Linear, llama3 and YaRN scaling only change the frequencies; an attention factor is in the keys already and is not applied
-again. Which frequencies, channels and layout a layer uses is found by trying them on keys that the model itself made at
-two positions (`find_rotation`), so no list of model names is needed.
+Linear, llama3 and YaRN scaling only change the frequencies; an attention factor is in the keys already and is not
+applied again. Which frequencies, channels and layout a layer uses is found by trying them on keys that the model itself
+made at two positions (`find_rotation`), so no list of model names is needed.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -18,11 +20,19 @@ LAYOUTS: tuple[Layout, ...] = ("half-split", "interleaved")
 
 
 class RotationSpec(NamedTuple):
-    """A rotation in plain values: which of the model's frequencies, how channels are paired, and the first channel."""
+    """A rotation in plain values.
+
+    Attributes:
+        frequencies: which of the model's, by name.
+        layout: how channels are paired.
+        begin: the first channel.
+        direction: 1, or -1 where positions turn the other way.
+    """
 
     frequencies: str
     layout: Layout
     begin: int
+    direction: int = 1
 
 
 @dataclass(frozen=True)
@@ -63,11 +73,11 @@ class Rotation:
 def frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The frequencies that a model's rotary modules hold, by the name of their buffer, each once.
 
-    Buffers named `...inv_freq`, and tables of sines beside cosines by position, as GPT-J keeps them.
+    Buffers named `...inv_freq`, and tables of sines beside cosines by position, as GPT-J and RoFormer keep them.
     """
     found: dict[str, torch.Tensor] = {}
-    for name, buffer in model.named_buffers():
-        inv_freq = buffer.float() if name.endswith("inv_freq") else _from_table(buffer)
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        inv_freq = tensor.float() if name.endswith("inv_freq") else _from_table(tensor.detach())
         if inv_freq is not None and not any(torch.equal(inv_freq, known) for known in found.values()):
             found[name] = inv_freq
     return found
@@ -78,9 +88,16 @@ def _from_table(buffer: torch.Tensor) -> torch.Tensor | None:
     if buffer.dim() != 2 or not buffer.is_floating_point() or buffer.shape[0] < 2 or buffer.shape[1] % 2:
         return None
     sines, cosines = buffer[1].float().chunk(2)
-    if not torch.allclose(sines**2 + cosines**2, torch.ones_like(sines), atol=1e-3):
+    error = 1e-3 if buffer.dtype.itemsize > 2 else 2e-2
+    if not torch.allclose(sines**2 + cosines**2, torch.ones_like(sines), atol=error):
         return None
-    return torch.atan2(sines, cosines)
+    inv_freq = torch.atan2(sines, cosines)
+    row = 2
+    while row < len(buffer):  # each row tells twice as exactly as the one before, if only up to whole turns
+        behind = torch.atan2(*buffer[row].float().chunk(2)) - row * inv_freq
+        inv_freq = inv_freq + torch.remainder(behind + math.pi, 2 * math.pi).sub(math.pi) / row
+        row *= 2
+    return inv_freq
 
 
 def find_rotation(
@@ -100,13 +117,13 @@ def find_rotation(
 
 
 def rotation_of(spec: RotationSpec, known: Mapping[str, torch.Tensor]) -> Rotation:
-    return Rotation(known[spec.frequencies].cpu(), spec.layout, spec.begin)
+    return Rotation(spec.direction * known[spec.frequencies].cpu(), spec.layout, spec.begin)
 
 
 def _rotations(known: Mapping[str, torch.Tensor], channels: int) -> Iterator[tuple[RotationSpec, Rotation]]:
     for name, inv_freq in known.items():
         width = 2 * len(inv_freq)
         for layout in LAYOUTS if width <= channels else ():
-            for begin in dict.fromkeys((0, channels - width)):
-                spec = RotationSpec(name, layout, begin)
+            for begin, direction in itertools.product(dict.fromkeys((0, channels - width)), (1, -1)):
+                spec = RotationSpec(name, layout, begin, direction)
                 yield spec, rotation_of(spec, known)

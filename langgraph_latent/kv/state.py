@@ -122,7 +122,7 @@ class KVState:
         A layer is a pair of keys and values (of its last tokens where it is sliding), or one that is kept whole.
         """
         stores = [
-            LayerStore(*layer, num_tokens - layer[0].shape[-2]) if kind.has_tokens else LayerStore()
+            LayerStore(layer[0], layer[1], num_tokens - layer[0].shape[-2]) if kind.has_tokens else LayerStore()
             for kind, layer in zip(kinds, layers, strict=True)
         ]
         wholes = tuple(None if kind.has_tokens else layer for kind, layer in zip(kinds, layers, strict=True))
@@ -266,13 +266,13 @@ class KVTail:
         self._num_fed += num_tokens
 
     def seal(self) -> KVState:
-        """The state of everything appended so far."""
+        """The state of everything appended so far; of a spoiled tail only the one that it began behind is left."""
         origin, buffer, _ = self._growth
-        if self.num_tokens == origin.num_tokens:
+        if self.num_tokens == origin.num_tokens or self._is_spoiled:
             return origin
         wholes = [
             None if kind.has_tokens else copy_layer(layer)
-            for kind, layer in zip(origin.kinds, self.cache.layers, strict=True)
+            for kind, layer in zip(origin.kinds, self._cache.layers, strict=True)
         ]
         return KVState(buffer, origin.kinds, self.num_tokens, tuple(wholes))
 
@@ -339,6 +339,9 @@ class _TailLayer(CacheLayerMixin):
         growth.buffer.nbytes += store.write(at, key_states, value_states, growth.expected)
         self.length += key_states.shape[-2]
         return store.view(self._kind.first_needed(at), self.length)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TailLayer:
+        raise NotImplementedError("its forward copies the cache it is given, so what it writes can't be kept")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         begin = self._kind.first_needed(self.length)

@@ -21,7 +21,9 @@ def copy_layer(layer: Any) -> Any:
 
 
 def move_layer(layer: Any, device: torch.device | None) -> Any:
-    """A layer with its tensors on a device."""
+    """A layer with its tensors on a device; itself for None, which is any."""
+    if device is None:
+        return layer
 
     def moved(_: str, leaf: Leaf) -> Leaf:
         if isinstance(leaf, torch.Tensor):
@@ -43,7 +45,9 @@ def tensors_of(layer: Any) -> dict[str, torch.Tensor]:
 
 def plain_of(layer: Any) -> dict[str, bool | int | float | str | None]:
     """A layer's numbers, texts and None by path; dtypes and devices left out."""
-    return {path: leaf for path, leaf in _leaves(vars(layer)) if leaf is None or isinstance(leaf, bool | int | float | str)}
+    return {
+        path: leaf for path, leaf in _leaves(vars(layer)) if leaf is None or isinstance(leaf, bool | int | float | str)
+    }
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Leaf]]:

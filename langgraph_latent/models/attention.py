@@ -107,7 +107,7 @@ def _attend_siblings(
 def _partial(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of `query` (1, kv_heads, q, head_dim) over some keys, all visible, and its log softmax sums, (..., q)."""
+    """Attention of `query` (1, kv_heads, q, head_dim) over some keys, all visible, and its log softmax sums."""
     if query.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
         output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
         return output, log_sums

@@ -1,4 +1,4 @@
-"""Digests of a model's weights that do not change with folder, sharding or file names. Knows files, no models, no torch.
+"""Digests of a model's weights that do not change with folder, sharding or file names. Knows files, not models.
 
 The digest stands for every bit. The sketch stands for the values as bfloat16 would round them, on a sample: a copy that
 was saved in another precision has another digest and the same sketch.
@@ -148,11 +148,11 @@ def _tensor_digests(file: Path, read: Callable[[int], None] = lambda _: None) ->
     content = numpy.memmap(file, numpy.uint8, "r")
     entries = []
     for tensor in stored:
-        data = content[tensor.begin : tensor.end]
+        data: Any = content[tensor.begin : tensor.end]
         digest = hashlib.sha256(f"torch.{tensor.dtype}{tensor.shape}".encode())
         for begin in range(0, len(data), CHUNK_BYTES):
             chunk = data[begin : begin + CHUNK_BYTES]
-            digest.update(memoryview(chunk))
+            digest.update(chunk)
             read(len(chunk))
         entries.append((tensor.name, digest.hexdigest(), _sketch(tensor, data)))
     return entries

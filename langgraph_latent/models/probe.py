@@ -1,11 +1,13 @@
 """What can be done with a model's caches, found out by running it on a few tokens. No list of model names.
 
-Each capability is a claim about logits: computed the cheap way they must be those of a plain run. What fails its claim is
-refused, with the reason. The whole probe is remembered with the model's identity and then not run again.
+Each capability is a claim about logits: computed the cheap way they must be those of a plain run. What fails its claim
+is refused, with the reason. The whole probe is remembered with the model's identity and then not run again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,13 +21,14 @@ from langgraph_latent.kv.rope import Rotation, RotationSpec, find_rotation, freq
 from langgraph_latent.kv.state import KVState, KVTail, LayerKind
 from langgraph_latent.spec import Capabilities
 
-VERSION = 2
+VERSION = 6
 """Of the probe's claims: remembered findings of another version are not believed."""
-TOLERANCE, NARROW_TOLERANCE = 1e-3, 1e-1
+TOLERANCE, NARROW_TOLERANCE = 2e-5, 2e-1
 """Largest relative difference of logits; the second for dtypes of two bytes and less."""
-KEY_TOLERANCE, NARROW_KEY_TOLERANCE = 1e-4, 3e-2
+KEY_TOLERANCE, NARROW_KEY_TOLERANCE = 1e-4, 1e-1
 """The same of keys that are moved."""
 DELTA = 5
+WRONG = "gives other logits when its tokens are fed in parts"
 
 
 LayerRotation = tuple[RotationSpec | None, RotationSpec | None]
@@ -38,6 +41,7 @@ class Probed(Protocol):
     Attributes:
         takes_mask: whether its forward is given an attention mask; the probe sets it.
         takes_positions: whether its forward takes position ids.
+        gives_positions: whether its forward is always given them; the probe sets it.
         has_rows: whether its attention may be given several sequences side by side.
     """
 
@@ -45,9 +49,13 @@ class Probed(Protocol):
     kinds: tuple[LayerKind, ...]
     takes_mask: bool
     takes_positions: bool
+    gives_positions: bool
     has_rows: bool
 
     def empty_state(self) -> KVState: ...
+
+    def stock(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits after the last of `ids`, (vocab,), from a plain forward without a cache."""
 
     def run(self, ids: Sequence[int], tail: KVTail, **arguments: Any) -> torch.Tensor:
         """Logits after the last of `ids`, (vocab,)."""
@@ -61,7 +69,7 @@ class Findings:
     """What a probe found.
 
     Attributes:
-        takes_mask: whether the model's forward is to be given an attention mask.
+        takes_mask, gives_positions: whether the model's forward is to be given an attention mask, and position ids.
         is_stepwise: behind a cache, it takes one token at a time only.
         refusals: (capability, reason) for what can't be done.
         positions: where positions come from, for people.
@@ -69,6 +77,7 @@ class Findings:
     """
 
     takes_mask: bool = True
+    gives_positions: bool = False
     is_stepwise: bool = False
     refusals: tuple[tuple[str, str], ...] = ()
     positions: str = ""
@@ -87,6 +96,7 @@ class Findings:
         """Raises `KeyError`, `TypeError` or `ValueError` for what `to_dict` did not make."""
         return cls(
             takes_mask=bool(data["takes_mask"]),
+            gives_positions=bool(data["gives_positions"]),
             is_stepwise=bool(data["is_stepwise"]),
             refusals=tuple((str(name), str(reason)) for name, reason in data["refusals"]),
             positions=str(data["positions"]),
@@ -144,6 +154,7 @@ class Probe:
                 refusals[capability] = reason
         return Findings(
             self._model.takes_mask,
+            self._model.gives_positions,
             is_stepwise,
             tuple(refusals.items()),
             self._positions(rotations, is_absolute),
@@ -158,42 +169,50 @@ class Probe:
     # -- append -----------------------------------------------------------------------------------------------------
 
     def _find_way_to_append(self) -> bool:
-        """Set `takes_mask` of the model; whether it takes one token at a time only."""
-        failure = ""
-        num_tokens = len(self._ids)
-        for takes_mask in (True, False):
-            self._model.takes_mask = takes_mask
+        """Settle how the model is called; whether it takes one token at a time only behind a cache."""
+        model, failures = self._model, list[str]()
+        expected = model.stock(self._ids)
+        for is_stepwise, takes_mask, gives_positions in itertools.product((False, True), (True, False), (False, True)):
+            if gives_positions > model.takes_positions:
+                continue
+            model.takes_mask, model.gives_positions = takes_mask, gives_positions
             self.__dict__.pop("whole", None)
-            for is_stepwise, sizes in ((False, [5, num_tokens - 7, 1, 1]), (True, [5, *[1] * (num_tokens - 5)])):
-                try:
-                    expected, state = self.whole
-                    actual = self._in_parts(sizes)
-                except Exception as error:  # whatever a model class does with a cache that it does not understand
-                    failure = failure or (
-                        f"{self._name} does not run over transformers' cache layers for it: "
-                        f"{type(error).__name__}: {error}. Use a text edge for this model."
-                    )
-                    continue
-                if not _is_whole(state):
-                    failure = failure or f"{self._name} left layers of its cache empty. Use a text edge for this model."
-                elif not (error := difference(expected, actual)) <= self._tolerance:
-                    failure = failure or (
-                        f"{self._name} gives other logits when its tokens are fed in parts (relative difference "
-                        f"{error:.1e}): it is not causal, its cache can't be appended to, or it keeps state elsewhere"
-                    )
-                else:
-                    return is_stepwise
-        raise UnsupportedLayerError(failure)
+            try:
+                failure = self._refuse_append(expected, is_stepwise)
+            except Exception as caught:  # noqa: BLE001 - whatever a model class does with a cache that it does not know
+                failure = (
+                    f"does not run over transformers' cache layers for it: {type(caught).__name__}: {caught}. Use a text "
+                    "edge for this model."
+                )
+            if not failure:
+                return is_stepwise
+            failures.append(failure)
+        told = next((failure for failure in failures if failure.startswith(WRONG)), failures[0])
+        raise UnsupportedLayerError(f"{self._name} {told}")
+
+    def _refuse_append(self, expected: torch.Tensor, is_stepwise: bool) -> str:
+        num_tokens, num_single = len(self._ids), 8 if any(self._model.empty_state().wholes) else 2
+        at_once, state = self.whole
+        if not _is_written(state):
+            return "does not use the cache that it is given. Use a text edge for this model."
+        parts = [5, *[1] * (num_tokens - 5)] if is_stepwise else [5, num_tokens - 5 - num_single, *[1] * num_single]
+        error = max(difference(expected, at_once), difference(expected, self._in_parts(parts)))
+        if error <= self._tolerance:
+            return ""
+        return (
+            f"{WRONG} (relative difference {error:.1e}): it is not causal, its cache can't be appended to, or it keeps "
+            "state elsewhere"
+        )
 
     def _in_parts(self, sizes: Sequence[int]) -> torch.Tensor:
-        """Logits after the tokens, fed in parts of these sizes; behind the first, the model reads something else."""
+        """Logits after the tokens, fed in parts of these sizes; behind the first, the model reads longer text."""
         with self._model.empty_state().append(len(self._ids)) as tail, self._model.empty_state().append() as other:
             begin = 0
             for size in sizes:
                 logits = self._model.run(self._ids[begin : begin + size], tail)
                 begin += size
                 if begin == size:
-                    self._model.run(self._ids[: -size - 1 : -1], other)
+                    self._model.run(self._ids[: -size - 3 : -1], other)
             return logits
 
     def _fed(self, **arguments: Any) -> tuple[torch.Tensor, KVState]:
@@ -222,23 +241,24 @@ class Probe:
             return "not all of its layers are full or sliding-window attention; its requests run one after another"
         if not self._model.has_rows or not self._model.takes_mask:
             return "its attention is not transformers' sdpa; its requests run one after another"
-        ids = self._ids
-        begun: tuple[tuple[list[int], list[int]], ...] = ((ids[:-1], ids[-1:]), (ids[:4], ids[4:7]), ([], ids[2:5]))
-        alone, rows = [], []
-        for before, new in begun:
-            tail = self._model.empty_state().append(len(ids))
-            if before:
-                self._model.run(before, tail)
-            alone.append(self._model.run(new, tail))
-            tail.rewind(len(before))
-            rows.append((new, tail))
-        return self._refuse(torch.stack(alone), self._model.run_rows(rows), "when several requests share a call")
+        (logits, state), ids = self.whole, self._ids
+        begun = ((state.crop(len(ids) - 1), ids[-1:]), (state.crop(4), ids[4:7]), (self._model.empty_state(), ids[2:5]))
+        alone = [logits]
+        for before, new in begun[1:]:
+            with before.append(len(ids)) as tail:
+                alone.append(self._model.run(new, tail))
+        with contextlib.ExitStack() as stack:
+            rows = [(new, stack.enter_context(before.append(len(ids)))) for before, new in begun]
+            together = self._model.run_rows(rows)
+        return self._refuse(torch.stack(alone), together, "when several requests share a call")
 
     def _refuse_think(self) -> str:
+        """An embedding in place of the last token, behind a cache: some models count positions from it alone."""
         embeddings = self._model.model.get_input_embeddings()
-        ids = torch.tensor([self._ids], device=embeddings.weight.device)
+        last = torch.tensor([self._ids[-1:]], device=embeddings.weight.device)
         with self._model.empty_state().append(len(self._ids)) as tail, torch.no_grad():
-            logits = self._model.run(self._ids, tail, input_ids=None, inputs_embeds=embeddings(ids))
+            self._model.run(self._ids[:-1], tail)
+            logits = self._model.run(self._ids[-1:], tail, input_ids=None, inputs_embeds=embeddings(last))
         return self._refuse(self.whole[0], logits, "from its own input embeddings")
 
     # -- positions and move -----------------------------------------------------------------------------------------
@@ -248,25 +268,26 @@ class Probe:
 
         Values carry them where a layer keeps the rotated channels apart (MLA).
         """
-        before = self.whole[1]
         rotations: list[LayerRotation] = [(None, None)] * len(self._model.kinds)
         try:
-            after = self._later()
+            before, after = self._at_two_positions()
         except Exception:  # noqa: BLE001 - it does not run at other positions; then nothing is claimed
             return rotations, True
         is_absolute = False
         for index, later in after.items():
-            found = [self._rotation(before.parts(index)[part], later[part]) for part in ("keys", "values")]
+            found = [self._rotation(before[index][part], later[part]) for part in ("keys", "values")]
             rotations[index] = (found[0][0], found[1][0])
             is_absolute |= not all(is_explained for _, is_explained in found)
         return rotations, is_absolute
 
     def _rotation(self, old: torch.Tensor, new: torch.Tensor) -> tuple[RotationSpec | None, bool]:
         """What turns one into the other, None for nothing, and whether it does."""
-        if old.shape == new.shape and difference(old, new) <= self._key_tolerance:
-            return None, True
+        stayed = difference(new, old)
         spec = find_rotation(old, new, DELTA, self._frequencies, self._key_tolerance)
-        return spec, spec is not None
+        if spec is None:
+            return None, stayed <= self._key_tolerance
+        turned = difference(new, rotation_of(spec, self._frequencies).shift(old, DELTA))
+        return (None if stayed <= turned else spec), True
 
     @cached_property
     def _frequencies(self) -> dict[str, torch.Tensor]:
@@ -277,23 +298,50 @@ class Probe:
         state = self.whole[1]
         return [index for index in range(len(state.kinds)) if "keys" in state.parts(index)]
 
-    def _later(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The attention layers' tensors for the same tokens at positions `DELTA` later.
+    def _at_two_positions(self) -> list[dict[int, dict[str, torch.Tensor]]]:
+        """The attention layers' tensors of the same tokens at two positions, `DELTA` apart.
 
-        Where positions can't be given, `DELTA` other tokens stand before; then only the first layer says something.
+        A token alone attends to itself only: whatever its position, every layer is given the very same input, so that
+        rounding can't add up from layer to layer, as it does in narrow dtypes until nothing of the keys is the same.
         """
-        ids, layers = self._ids, self._attention_layers()
-        if self._model.takes_positions:
-            positions = torch.arange(DELTA, DELTA + len(ids), device=self._model.model.device)[None]
-            _, state = self._fed(position_ids=positions)
-            return {index: state.parts(index) for index in layers}
-        with self._model.empty_state().append(DELTA + len(ids)) as tail:
-            self._model.run([*ids[-DELTA:], *ids], tail)
-            state = tail.seal()
-        return {index: {name: part[:, :, DELTA:] for name, part in state.parts(index).items()} for index in layers[:1]}
+        layers = self._attention_layers()
+        if not self._model.takes_positions:
+            state = self.whole[1]
+            return [{index: state.parts(index) for index in layers}, self._behind_hidden(layers)]
+        found = []
+        for at in (0, DELTA):
+            with self._model.empty_state().append() as tail:
+                positions = torch.tensor([[at]], device=self._model.model.device)
+                self._model.run(self._ids[:1], tail, position_ids=positions)
+                state = tail.seal()
+            found.append({index: state.parts(index) for index in layers})
+        return found
+
+    def _behind_hidden(self, layers: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
+        """The layers' tensors of all tokens behind `DELTA` others, which are hidden by the mask.
+
+        Raises `ValueError` where the mask is what gives positions: then it is not known what they would be with those
+        tokens in sight.
+        """
+        ids = self._ids
+        before, num_tokens = ids[-DELTA:], DELTA + len(ids)
+        with self._model.empty_state().append(num_tokens) as tail:
+            self._model.run(before, tail)
+            self._model.run(ids, tail, attention_mask=self._hiding(DELTA, len(ids)))
+            hidden = tail.seal()
+        with self._model.empty_state().append(num_tokens) as tail:
+            self._model.run([*before, *ids], tail)
+            in_sight = tail.seal()
+        if layers and difference(in_sight.layer(layers[0])[0], hidden.layer(layers[0])[0]) > self._key_tolerance:
+            raise ValueError("positions come from the mask")
+        return {index: {name: part[:, :, DELTA:] for name, part in hidden.parts(index).items()} for index in layers}
+
+    def _hiding(self, num_hidden: int, num_seen: int) -> torch.Tensor:
+        """An attention mask, (1, hidden + seen)."""
+        return torch.tensor([[0] * num_hidden + [1] * num_seen], device=self._model.model.device)
 
     def _refuse_move(self, rotations: Sequence[LayerRotation], is_absolute: bool) -> str:
-        """A block computed alone and moved must be the same block computed in place without seeing what is before it."""
+        """A block computed alone and moved must be as one computed in place that does not see what is before it."""
         if whole := _kept_whole(self._model.kinds):
             return whole[0][1].replace("taken back", "moved")
         if is_absolute:
@@ -307,17 +355,14 @@ class Probe:
         self, first: list[int], block: list[int], last: list[int], rotations: Sequence[LayerRotation]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model, total = self._model, len(first) + len(block) + len(last)
-        hidden = torch.ones((1, len(first) + len(block)), dtype=torch.long, device=model.model.device)
-        hidden[:, : len(first)] = 0
+        hidden = self._hiding(len(first), len(block))
         at = torch.arange(len(first), len(first) + len(block), device=model.model.device)[None]
         with model.empty_state().append(total) as tail:
             model.run(first, tail)
             start = tail.seal()
             model.run(block, tail, attention_mask=hidden, **({"position_ids": at} if model.takes_positions else {}))
             in_place = model.run(last, tail)
-        with model.empty_state().append(total) as tail:
-            model.run(block, tail)
-            alone = tail.seal()
+        alone = self.whole[1].crop(len(block))
         with moved_behind(start, alone, rotations_of(rotations, self._frequencies)).append(total) as tail:
             return in_place, model.run(last, tail)
 
@@ -355,19 +400,19 @@ class _Position(NamedTuple):
 
 def rotations_of(specs: Sequence[LayerRotation], known: Mapping[str, torch.Tensor]) -> Rotations:
     """Per layer the rotation of its keys and of its values; None where they carry no position."""
-    return tuple(
-        (keys and rotation_of(keys, known), values and rotation_of(values, known)) for keys, values in specs
-    )
+    return tuple((keys and rotation_of(keys, known), values and rotation_of(values, known)) for keys, values in specs)
 
 
 def moved_behind(start: KVState, block: KVState, rotations: Rotations) -> KVState:
-    """A state of `start`'s tokens and, moved behind them, the block's; both must have all their tokens in every layer."""
+    """A state of `start`'s tokens and, moved behind them, the block's; both must have all their tokens."""
     layers: list[Any] = []
     for index, (kind, turns) in enumerate(zip(start.kinds, rotations, strict=True)):
         if not kind.has_tokens:
             layers.append(start.wholes[index])
             continue
-        pairs = zip(*(state.buffer.layers[index].view(0, state.num_tokens) for state in (start, block)), turns, strict=True)
+        pairs = zip(
+            *(state.buffer.layers[index].view(0, state.num_tokens) for state in (start, block)), turns, strict=True
+        )
         layers.append(
             tuple(
                 torch.cat([before, behind if turn is None else turn.shift(behind, start.num_tokens)], 2)
@@ -383,7 +428,7 @@ def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
     return float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-def _is_whole(state: KVState) -> bool:
+def _is_written(state: KVState) -> bool:
     """Whether every layer was written, for one sequence."""
     return all(
         not kind.has_tokens or (store.keys is not None and store.keys.shape[0] == 1)
@@ -391,7 +436,7 @@ def _is_whole(state: KVState) -> bool:
     )
 
 
-def _has_alibi(model: torch.nn.Module) -> bool:
+def _has_alibi(model: Any) -> bool:
     return any("alibi" in name for module in model.modules() for name in (*vars(module), *vars(type(module)))) or any(
-        "alibi" in str(field) for field in model.config.to_dict().items()  # type: ignore[operator]
+        "alibi" in str(field) for field in model.config.to_dict().items()
     )

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from langgraph_latent.errors import ContextLengthError, HandleError, LatentError, ModelLoadError
+from langgraph_latent.errors import ContextLengthError, HandleError, LatentError, ModelLoadError, UnsupportedLayerError
 from langgraph_latent.handle import KVHandle
 from langgraph_latent.kv.rope import frequencies
 from langgraph_latent.kv.state import KVState, KVTail, LayerKind, empty_layers, layer_kinds, rows_cache
@@ -33,6 +34,7 @@ from langgraph_latent.models.answer import AnswerReaders
 from langgraph_latent.models.attention import use_row_attention
 from langgraph_latent.models.digest import weights_digest
 from langgraph_latent.models.grammar import GrammarCompiler
+from langgraph_latent.models.lora import AdapterWatch
 from langgraph_latent.models.probe import VERSION, Findings, Probe, Rotations, rotations_of, unprobed
 from langgraph_latent.models.prompt import PromptWriter
 from langgraph_latent.models.sampling import Sampler
@@ -79,6 +81,7 @@ class ResidentModel:
         end_tokens: token ids that end an answer.
         cache_argument: the name under which the installed forward takes a cache.
         takes_mask, takes_positions: whether its forward takes an attention mask, and position ids.
+        gives_positions: whether it is always given position ids.
         has_rows: whether its attention may be given several sequences side by side.
     """
 
@@ -104,15 +107,24 @@ class ResidentModel:
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
-        self.takes_mask, self.takes_positions = True, "position_ids" in parameters
-        state, self.findings = self._probed(name, weights, attention, is_wanted=probe)
+        if not {self.cache_argument, "kwargs"} & parameters.keys():
+            raise UnsupportedLayerError(
+                f"{name!r} ({type(model).__name__}) takes no cache; use a text edge for this model"
+            )
+        self.takes_mask, self.takes_positions, self.gives_positions = True, "position_ids" in parameters, False
+        states, self.findings = self._probed(name, weights, attention, is_wanted=probe)
+        state = states[-1]
         self.devices = [next((tensor.device for tensor in tensors), None) for tensors in state.layers()]
         self.wholes = state.wholes
         self.scheduler = Scheduler(self.forward, MAX_ROWS if self.findings.capabilities.can("batch") else 1)
-        self.spec = _spec_of(self, state, name, weights, attention)
+        self._adapters = AdapterWatch(model)
+        self._specs: dict[tuple[str, ...], ModelSpec] = {(): _spec_of(self, states, name, weights, attention)}
 
-    def _probed(self, name: str, weights: str, attention: str, *, is_wanted: bool) -> tuple[KVState, Findings]:
-        """A state of a few tokens, and what is known of the model: remembered, found out now, or, if not wanted, nothing."""
+    def _probed(self, name: str, weights: str, attention: str, *, is_wanted: bool) -> tuple[list[KVState], Findings]:
+        """States of a few tokens, the longest last, and what is known of the model: remembered or found out now.
+
+        There is one state where all layers are attention, else two, which show what grows with the tokens.
+        """
         ids = self._probe_ids()
         probe = Probe(self, ids, name)
         version = (VERSION, transformers.__version__, torch.__version__, self.device.type, attention)
@@ -124,14 +136,28 @@ class ResidentModel:
         if findings is None:
             findings = probe.findings()
             memory.remember(key.hexdigest(), findings.to_dict())
-        self.takes_mask = findings.takes_mask
-        return probe.whole[1], findings
+        self.takes_mask, self.gives_positions = findings.takes_mask, findings.gives_positions
+        states = [probe.whole[1]]
+        if any(states[0].wholes):
+            with self.empty_state().append() as tail:
+                self.run(ids[: len(ids) // 2], tail)
+                states.insert(0, tail.seal())
+        return states, findings
 
     def _probe_ids(self) -> list[int]:
-        """Tokens for a probe, more than fit into a small sliding window."""
+        """Tokens for a probe, more than fit into a small sliding window; twice as many where a state is kept whole."""
         windows = [kind.window for kind in self.kinds if 0 < kind.window <= PROBE_WINDOW]
         vocab_size = self.model.config.get_text_config().vocab_size
-        return [index % vocab_size for index in range(3, 15 + max(windows, default=0))]
+        num_tokens = max(windows, default=0) + (24 if any(self.empty_state().wholes) else 12)
+        return [index % vocab_size for index in range(3, 3 + num_tokens)]
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's identity, with the LoRA adapters that are active now."""
+        adapters = self._adapters.active()
+        if adapters not in self._specs:
+            self._specs[adapters] = replace(self._specs[()], adapters=adapters)
+        return self._specs[adapters]
 
     @cached_property
     def rotations(self) -> Rotations:
@@ -213,6 +239,10 @@ class ResidentModel:
         """One model call on the new tokens of several sequences; logits after the last of each, (rows, vocab)."""
         return self.run(*rows[0])[None] if len(rows) == 1 else self.run_rows(rows)
 
+    def stock(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits after the last of `ids`, (vocab,), from a plain forward without a cache."""
+        return self._run(None, ids, [len(ids) - 1], use_cache=False)[0]
+
     def run(self, ids: Sequence[int], tail: KVTail, **arguments: Any) -> torch.Tensor:
         """One model call on one sequence's new tokens; logits after the last, (vocab,). `arguments` go to its forward.
 
@@ -221,14 +251,18 @@ class ResidentModel:
         if self.takes_mask and "attention_mask" not in arguments:
             length = tail.num_tokens + len(ids)
             arguments["attention_mask"] = torch.ones((1, length), dtype=torch.long, device=self.device)
+        if self.gives_positions and "position_ids" not in arguments:
+            arguments["position_ids"] = torch.arange(tail.num_tokens, tail.num_tokens + len(ids), device=self.device)[
+                None
+            ]
         (logits,) = self._run(tail.cache, ids, [len(ids) - 1], **arguments)
         tail.fed(len(ids))
         return logits
 
     def run_rows(self, rows: Sequence[tuple[Sequence[int], KVTail]]) -> torch.Tensor:
-        """One model call on several sequences side by side, each at its own positions; logits after each, (rows, vocab).
+        """One model call on several sequences side by side; logits after the last token of each, (rows, vocab).
 
-        `row_attention` keeps them apart.
+        Each is at its own positions; `row_attention` keeps them apart.
         """
         sizes = [len(ids) for ids, _ in rows]
         positions = [at for ids, tail in rows for at in range(tail.num_tokens, tail.num_tokens + len(ids))]
@@ -268,9 +302,10 @@ _load_lock = threading.Lock()
 
 
 def acquire(key: ModelKey, *, probe: bool = True) -> ResidentModel:
-    """The one resident model for `key`, loaded on first use, then probed unless told not to. Every call needs a `release`.
+    """The one resident model for `key`, loaded on first use and probed unless told not to.
 
-    Parallel callers wait for one load. Raises `ModelLoadError` for a name or folder that holds no usable model.
+    Every call needs a `release`. Parallel callers wait for one load. Raises `ModelLoadError` for a name or folder that
+    holds no usable model.
     """
     with _load_lock:
         if key not in _resident:
@@ -366,8 +401,9 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     return frozenset(token for token in ends if token is not None)
 
 
-def _spec_of(resident: ResidentModel, state: KVState, name: str, weights: str, attention: str) -> ModelSpec:
-    """Read the identity off a loaded model; `state` is that of a short run."""
+def _spec_of(resident: ResidentModel, states: Sequence[KVState], name: str, weights: str, attention: str) -> ModelSpec:
+    """Read the identity off a loaded model; `states` are those of short runs."""
+    state = states[-1]
     config = resident.model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None)
     tokenizer = resident.tokenizer
@@ -379,7 +415,9 @@ def _spec_of(resident: ResidentModel, state: KVState, name: str, weights: str, a
         architecture=type(resident.model).__name__,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        layers=tuple(_layer_spec(kind, state.parts(index), state.num_tokens) for index, kind in enumerate(state.kinds)),
+        layers=tuple(
+            _layer_spec(kind, *(each.parts(index) for each in states)) for index, kind in enumerate(state.kinds)
+        ),
         rope=json.dumps(rope, sort_keys=True, default=str) if rope else "",
         config=_config_digest(config),
         weights=weights,
@@ -400,19 +438,21 @@ def _spec_of(resident: ResidentModel, state: KVState, name: str, weights: str, a
     )
 
 
-def _layer_spec(kind: LayerKind, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> LayerSpec:
-    """A layer's shapes; a dimension as long as the run is taken for one that grows with the tokens."""
+def _layer_spec(kind: LayerKind, *runs: Mapping[str, torch.Tensor]) -> LayerSpec:
+    """A layer's shapes, from runs of different lengths; a dimension that differs, or is still empty, is -1."""
+    tensors = runs[-1]
     if kind.has_tokens:
         keys, values = tensors["keys"], tensors["values"]
         return LayerSpec(kind.name, kind.window, keys.shape[1], keys.shape[-1], values.shape[-1])
     kept = (
         StateTensor(
             name,
-            tuple(-1 if size == num_tokens and index else size for index, size in enumerate(tensor.shape)),
+            tuple(
+                size if all(run[name].shape[axis : axis + 1] == (size,) for run in runs if name in run) and size else -1
+                for axis, size in enumerate(tensor.shape)
+            ),
             str(tensor.dtype).removeprefix("torch."),
         )
         for name, tensor in tensors.items()
     )
     return LayerSpec(kind.name, kind.window, tensors=tuple(kept))
-
-
