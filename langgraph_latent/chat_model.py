@@ -85,6 +85,8 @@ class ChatLatent(BaseChatModel):
             call too.
         streaming: `invoke` streams internally, for callbacks that want tokens.
         reuse: False prefills every prompt from its first token; for comparisons.
+        probe: False loads without the probe of a few tokens that finds out what the model's caches can do; then nothing
+            is promised that needs a proof. It counts for whoever loads the model first.
         revision, dtype, device: passed to transformers; "auto" takes the accelerator where there is one (the
             checkpoint's own dtype), else the CPU (float32).
     """
@@ -105,6 +107,7 @@ class ChatLatent(BaseChatModel):
     template_options: dict[str, Any] = Field(default_factory=dict)
     streaming: bool = False
     reuse: bool = True
+    probe: bool = True
     revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -545,7 +548,7 @@ class ChatLatent(BaseChatModel):
                 raise ClosedError("this ChatLatent was closed; make a new one")
             if self._owner is None:
                 workspace = self.workspace or LatentWorkspace.default()
-                workspace.use_model(self._key)
+                workspace.use_model(self._key, probe=self.probe)
                 self._owner = workspace
                 self._complete_profile(workspace.model(self._key).spec)
             return self._owner

@@ -1,4 +1,4 @@
-"""The command line: `langgraph-latent demo` and `langgraph-latent trace`.
+"""The command line: `langgraph-latent demo`, `trace`, `matrix` and `probe`.
 
 It knows options, exit codes and which stream gets what. The demo is in `demo`; typer and rich are imported only when a
 command runs, because they are an extra.
@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from langgraph_latent import __version__
-from langgraph_latent.errors import LatentError
+from langgraph_latent.compat import Level
+from langgraph_latent.errors import LatentError, ModelLoadError, UnsupportedLayerError
 
 if TYPE_CHECKING:
     import typer
+
+    from langgraph_latent.spec import ModelSpec
 
 EXTRA = ("typer", "rich")
 TRACE_COLUMNS = ("time s", "thread", "event", "edge", "tokens", "reused", "took ms", "detail")
@@ -24,6 +27,10 @@ TRACE_FIELDS = ("time", "thread_id", "event", "source", "node", "num_tokens", "d
 
 class TraceError(LatentError):
     """A file is not a trace."""
+
+
+class OutputError(LatentError):
+    """A result can't be written where it was wanted."""
 
 
 def main() -> None:
@@ -95,6 +102,43 @@ def _app() -> "typer.Typer":
     ) -> None:
         """Print a trace file, one line per event."""
         _trace(file)
+
+    @app.command()
+    def matrix(
+        models: Annotated[
+            list[str],
+            typer.Argument(
+                metavar="MODEL...", help="Folders, hub ids that are on disk, or config.json files; two or more."
+            ),
+        ],
+        require: Annotated[
+            str, typer.Option(metavar="LEVEL", help="The level that every pair must reach, by name or number.")
+        ] = Level.EXACT.name.lower(),
+        html: Annotated[
+            Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also write a page with all reasons.")
+        ] = None,
+        as_json: Annotated[
+            bool, typer.Option("--json", metavar="", help="Print the result as JSON, and nothing else, to stdout.")
+        ] = False,
+    ) -> None:
+        """What caches can pass between models, by their files alone. Exit code 1 where a pair lacks the level."""
+        if len(models) < 2:
+            raise typer.BadParameter("name two models or more", param_hint="MODEL")
+        try:
+            level = _level(require)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--require") from None
+        raise typer.Exit(_matrix(models, level, html, as_json))
+
+    @app.command()
+    def probe(
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder made by save_pretrained(), or a hub id.")],
+        as_json: Annotated[
+            bool, typer.Option("--json", metavar="", help="Print the result as JSON, and nothing else, to stdout.")
+        ] = False,
+    ) -> None:
+        """Load a model and say what can be done with its caches. Exit code 1 where they can't be continued."""
+        raise typer.Exit(_probe(model, as_json))
 
     return app
 
@@ -194,6 +238,142 @@ def _trace_row(record: dict[str, Any], begin: float) -> tuple[str, ...]:
         f"{record['duration_s'] * 1000:,.1f}" if record["duration_s"] else "",
         ": ".join(says),
     )
+
+
+def _level(text: str) -> Level:
+    """Raises `ValueError`, naming the levels."""
+    named = {name: level for level in Level for name in (level.name.lower(), str(int(level)))}
+    if text.lower() not in named:
+        raise ValueError(f"{text!r} is no level; known: {', '.join(level.name.lower() for level in Level)}, or 0 to 4")
+    return named[text.lower()]
+
+
+def _matrix(models: list[str], level: Level, html: Path | None, as_json: bool) -> int:
+    from langgraph_latent.demo.view import terminal
+    from langgraph_latent.matrix import Matrix, to_dict, to_html, to_terminal
+
+    try:
+        matrix = Matrix.of(_read_specs(models))
+    except ModelLoadError as error:
+        return _refuse(error, 2)
+    if html is not None:
+        try:
+            html.write_text(to_html(matrix), encoding="utf-8")
+        except OSError as error:
+            return _refuse(OutputError(f"the page can't be written: {error}"), 2)
+    if as_json:
+        print(json.dumps(to_dict(matrix), indent=2))
+    else:
+        terminal().print(to_terminal(matrix))
+    return 0 if matrix.reaches(level) else 1
+
+
+def _read_specs(models: list[str]) -> "list[ModelSpec]":
+    """Specs by files; a bar on stderr, if that is a terminal, shows weights being hashed."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    from langgraph_latent.demo.view import terminal
+    from langgraph_latent.folder import folder_spec
+
+    specs = []
+    columns = TextColumn("hashing {task.description}", markup=False), BarColumn(), DownloadColumn()
+    console = terminal(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        for model in models:
+            task = progress.add_task(Path(model).name, total=None, visible=False)
+
+            def watch(done: int, total: int, task: Any = task) -> None:
+                progress.update(task, completed=done, total=total, visible=done < total)
+
+            specs.append(folder_spec(model, watch))
+    return specs
+
+
+def _probe(model: str, as_json: bool) -> int:
+    from langgraph_latent.demo.view import terminal
+
+    console = terminal(stderr=as_json)
+    try:
+        with console.status("loading the model ..."):
+            spec = _load_spec(model)
+    except UnsupportedLayerError as error:
+        return _refuse(error, 1)
+    except ModelLoadError as error:
+        return _refuse(error, 2)
+    if as_json:
+        print(json.dumps(_probe_to_dict(spec), indent=2))
+    else:
+        console.print(_probe_table(spec))
+    return 0 if spec.capabilities.can("append") else 1
+
+
+def _load_spec(model: str) -> "ModelSpec":
+    from langgraph_latent.models.resident import ModelKey, acquire, release
+
+    _silence_loading()
+    key = ModelKey(model).canonical()
+    spec = acquire(key).spec
+    release(key)
+    return spec
+
+
+def _probe_to_dict(spec: "ModelSpec") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from langgraph_latent.spec import CAPABILITIES
+
+    return {
+        **asdict(spec),
+        "identity": spec.identity,
+        "capabilities": {
+            name: {"can": spec.capabilities.can(name), "reason": spec.capabilities.refusal(name)}
+            for name in CAPABILITIES
+        },
+        "positions": spec.capabilities.positions,
+        "is_probed": spec.capabilities.is_probed,
+    }
+
+
+def _probe_table(spec: "ModelSpec") -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from langgraph_latent.spec import CAPABILITIES
+
+    layers: dict[str, int] = {}
+    for layer in spec.layers:
+        window = f", window {layer.window:,}" if layer.window else ""
+        heads = f", {layer.kv_heads} heads of {layer.key_dim} and {layer.value_dim} channels" if layer.kv_heads else ""
+        name = f"{layer.kind}{window}{heads}"
+        layers[name] = layers.get(name, 0) + 1
+    rows: list[tuple[str, str | Text]] = [
+        (
+            "model",
+            f"{spec.name} ({spec.architecture}, {spec.dtype}{f', {spec.quantization}' * bool(spec.quantization)})",
+        ),
+        ("identity", spec.identity),
+        ("layers", "\n".join(f"{count} x {name}" for name, count in layers.items())),
+        ("positions", spec.capabilities.positions or "not known"),
+        ("longest sequence", f"{spec.max_positions:,} tokens" if spec.max_positions else "not known"),
+        ("bytes per token", f"{spec.bytes_per_token:,}"),
+    ]
+    for name in CAPABILITIES:
+        refusal = spec.capabilities.refusal(name)
+        rows.append((name, Text(f"no: {refusal}", "red") if refusal else Text("yes", "green")))
+    if not spec.capabilities.is_probed:
+        rows.append(("probed", "no: this is what the kinds of its layers prove"))
+    table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(label, Text(value) if isinstance(value, str) else value)
+    return table
+
+
+def _refuse(error: LatentError, code: int) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The compatibility matrix: what can pass between two models, and why not more. Pure; knows specs and nothing else."""
+"""The compatibility of two models: what can pass between them, and why not more. Pure; knows specs and nothing else."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
-from langgraph_latent.spec import ModelSpec
+from langgraph_latent.spec import NO_IDENTITY, ModelSpec
 
 
 class Level(IntEnum):
@@ -21,26 +22,38 @@ class Level(IntEnum):
 
 NOT_SIBLINGS = {"architecture", "hidden_size", "layers", "rope", "config", "schema", "vocab_size", "tokenizer"}
 """Fields that must be equal where only the weights may differ: geometry and wording."""
+MAY_BE_UNKNOWN = ("weights", "tokenizer", "template", "attention")
+"""Fields that are "" in a spec that was read off files which don't tell."""
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One field in which two specs differ, with both values as short text."""
+    """One field in which two specs differ, or may differ, with both values as short text."""
 
     field: str
     a: str
     b: str
 
+    @property
+    def is_known(self) -> bool:
+        """False where one side's value is not known, or neither's."""
+        return UNKNOWN not in (self.a, self.b)
+
     def __str__(self) -> str:
-        return f"{self.field} differs ({self.a} / {self.b})"
+        return f"{self.field} {'differs' if self.is_known else 'may differ'} ({self.a} / {self.b})"
 
 
 @dataclass(frozen=True)
 class Compatibility:
-    """The best level that could be reached between two models, and every field that stands in the way of a better."""
+    """The best level that could be reached between two models, and every field that stands in the way of a better.
+
+    `notes` say in sentences what would make more possible, and what the level promises.
+    """
 
     level: Level
     differences: tuple[Difference, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -48,25 +61,97 @@ class Compatibility:
 
 
 def compare(a: ModelSpec, b: ModelSpec) -> Compatibility:
-    """Compare two models field by field.
+    """Compare a sender's model with a receiver's, field by field.
 
-    Equal identity is EXACT. Equal geometry and tokenizer with other weights is SIBLING. Anything else is TEXT.
+    * EXACT: equal identity, with weights that are known.
+    * SIBLING: equal geometry and tokenizer. The same weights in another dtype, quantisation, attention implementation
+      or under another chat template; other weights or adapters; or weights that are not known.
+    * TEXT: anything else.
+
+    What the receiver's caches can't do is in the notes and does not change the level: it is a fact about one model, and
+    the router weighs it.
     """
-    if a.identity == b.identity:
-        return Compatibility(Level.EXACT)
-    differences = tuple(
-        Difference(field.name, _short(getattr(a, field.name)), _short(getattr(b, field.name)))
-        for field in fields(ModelSpec)
-        if field.name != "name" and getattr(a, field.name) != getattr(b, field.name)
-    )
-    differing = {difference.field for difference in differences}
-    level = Level.TEXT if differing & NOT_SIBLINGS else Level.SIBLING
-    return Compatibility(level, differences)
+    if a.identity == b.identity and a.weights:
+        differences: tuple[Difference, ...] = ()
+    else:
+        differences = tuple(_differences(a, b))
+    differing = {difference.field for difference in differences if difference.is_known}
+    level = Level.EXACT
+    if differences:
+        level = Level.TEXT if differing & NOT_SIBLINGS else Level.SIBLING
+    return Compatibility(level, differences, tuple(_notes(a, b, level, differences)))
 
 
-def _short(value: object) -> str:
+def _differences(a: ModelSpec, b: ModelSpec) -> Iterator[Difference]:
+    for field in fields(ModelSpec):
+        name = field.name
+        ours, theirs = getattr(a, name), getattr(b, name)
+        if name not in NO_IDENTITY and (ours != theirs or (name == "weights" and not ours)):
+            yield Difference(name, *(_short(name, value) for value in (ours, theirs)))
+
+
+def _short(field: str, value: object) -> str:
+    if field in MAY_BE_UNKNOWN and not value:
+        return UNKNOWN
     if isinstance(value, tuple):
         kinds = Counter(map(str, value))
         return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(3)) or "none"
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+# -- what would help -------------------------------------------------------------------------------------------------
+
+FOREIGN = "other geometry: text, or a fitted adapter with a certificate (level 3)"
+REMEDIES = {
+    "architecture": FOREIGN,
+    "hidden_size": FOREIGN,
+    "layers": FOREIGN,
+    "vocab_size": "other vocabulary sizes: the same token ids can't be fed to both; text only",
+    "rope": "other rope parameters: keys are turned by other angles; use the same rope settings, or text",
+    "config": "other config fields shape the numbers: use the same config.json, or text",
+    "tokenizer": "other tokenizer: the same text becomes other tokens; text only",
+    "template": "other chat template: a cache stays valid token for token, but the next message is framed otherwise; "
+    "give both the same chat template for level 0",
+    "adapters": "adapters differ: activate the same adapter in both for level 0",
+    "quantization": "quantised differently, numbers differ by more than rounding: load both in the same quantisation, "
+    "or in none",
+    "attention": "other attention implementation, numbers differ by rounding: load both with the same one for level 0",
+    "max_positions": "other longest sequences: caches are valid up to the shorter; use the same for level 0",
+    "schema": "the specs were made by different versions of this library: make both anew",
+}
+"""One sentence per kind of difference. What needs both specs is in `_notes`."""
+WITHOUT = {
+    "append": "only text reaches the receiver, whose caches can't be continued",
+    "crop": "the receiver can't keep a prefix of a cache",
+    "move": "the receiver can't move a cache, level 1 is refused",
+    "think": "the receiver can't take latent steps",
+}
+
+
+def _notes(a: ModelSpec, b: ModelSpec, level: Level, differences: tuple[Difference, ...]) -> Iterator[str]:
+    by_field = {difference.field: difference for difference in differences}
+    known = {name for name, difference in by_field.items() if difference.is_known}
+    yield from dict.fromkeys(REMEDIES[name] for name in by_field if name in known and name in REMEDIES)
+    if level is not Level.TEXT:
+        if a.sketch and a.sketch == b.sketch and "weights" in known and a.dtype != b.dtype:
+            yield (
+                f"copies of the same weights in {a.dtype} and {b.dtype}, by their sketches, numbers differ by "
+                "rounding: load one copy for both for level 0"
+            )
+        else:
+            if "weights" in known and "quantization" not in known:
+                yield "fine-tune of the same base, by its geometry: level 2 needs a certificate measured for this pair"
+            if "dtype" in known:
+                wider = _wider(a.dtype, b.dtype)
+                yield f"other precision, numbers differ by rounding: load both in {wider} for level 0"
+    if unknown := sorted(by_field.keys() - known):
+        yield f"{' and '.join(unknown)} unknown: with the missing files, or the models loaded, more can be said"
+    missing = ("append",) if level is Level.TEXT else tuple(WITHOUT)
+    for capability in missing:
+        if reason := b.capabilities.refusal(capability):
+            yield f"{WITHOUT[capability]}: {reason}"
+
+
+def _wider(*dtypes: str) -> str:
+    return next((dtype for dtype in ("float64", "float32") if dtype in dtypes), "float32")

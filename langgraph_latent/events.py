@@ -127,6 +127,13 @@ class Reworded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moved(Event):
+    """A cache of `num_tokens` tokens was copied to the receiver's device: `nbytes` lay elsewhere."""
+
+    device: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exported(Event):
     """A cache was written to a file, or to a byte string where `file` is empty."""
 

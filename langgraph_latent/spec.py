@@ -10,18 +10,67 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor of a layer that is kept whole; -1 in its shape is a dimension that grows with the tokens."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One cache layer: `kind` is "full" or "sliding"; `window` in tokens, 0 where there is none."""
+    """One cache layer.
+
+    Attributes:
+        kind: "full", "sliding" or "chunked" attention; "none" where a layer keeps nothing; else the kind of a layer
+            that is kept whole, for example "linear".
+        window: in tokens, 0 where there is none.
+        kv_heads, key_dim, value_dim: of keys and values; 0 where a layer has none of its own.
+        tensors: of a layer that is kept whole.
+    """
 
     kind: str
-    window: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
+    window: int = 0
+    kv_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    tensors: tuple[StateTensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What can be done with a model's caches, as a probe on its weights found out. Not a part of its identity.
+
+    Attributes:
+        refusals: for each of "append", "batch", "crop", "move" and "think" that can't be done, the reason.
+        positions: where positions come from, for people, for example "rope, half-split, 64 of 64 channels".
+        is_probed: False where the probe was skipped; then only what the layer kinds prove is promised.
+    """
+
+    refusals: tuple[tuple[str, str], ...] = ()
+    positions: str = ""
+    is_probed: bool = False
+
+    def refusal(self, capability: str) -> str:
+        """Why a capability is missing; "" where it is there."""
+        return dict(self.refusals).get(capability, "")
+
+    def can(self, capability: str) -> bool:
+        return not self.refusal(capability)
+
+
+CAPABILITIES = ("append", "crop", "move", "think", "batch")
+"""append: tokens behind an inherited cache; crop: keep a prefix of it; move: put it at another position; think: accept
+embeddings in place of token ids; batch: several requests in one model call."""
+
+
+NO_IDENTITY = ("name", "capabilities", "sketch")
+"""Fields of a spec that follow from the others, or are for people."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +89,11 @@ class ModelSpec:
         dtype: of the cache, for example "float32".
         max_positions: longest sequence the model takes, 0 where it names none.
         bytes_per_token: of keys and values over all layers.
+        capabilities: what can be done with its caches; not part of the identity.
+        sketch: SHA-256 over samples of the weights as bfloat16, equal for copies in other precisions; "" where it was
+            not taken. Not part of the identity.
+
+    Where a spec was read off files that don't tell, weights, tokenizer, template and attention are "": unknown.
     """
 
     name: str
@@ -58,11 +112,12 @@ class ModelSpec:
     attention: str
     max_positions: int
     bytes_per_token: int
+    capabilities: Capabilities = Capabilities()
+    sketch: str = ""
     schema: int = SCHEMA_VERSION
 
     @cached_property
     def identity(self) -> str:
-        """Digest of everything but the name, 32 hex digits."""
-        content = asdict(self)
-        del content["name"]
+        """Digest of everything but `NO_IDENTITY`, 32 hex digits."""
+        content = {name: value for name, value in asdict(self).items() if name not in NO_IDENTITY}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

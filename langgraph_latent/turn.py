@@ -26,7 +26,8 @@ from langgraph_latent.models.prompt import Detokenizer
 from langgraph_latent.models.resident import ResidentModel
 from langgraph_latent.models.sampling import Sampler, Sampling
 from langgraph_latent.models.scheduler import Lane, Limits
-from langgraph_latent.router import Cost, Route, RouteDecision
+from langgraph_latent.rates import Cost
+from langgraph_latent.router import Route, RouteDecision
 from langgraph_latent.workspace import LatentWorkspace, Request
 
 
@@ -189,8 +190,11 @@ class Turn:
         except BaseException:
             tail.close()
             raise
-        cost = Cost(len(tokens) // TOKEN_BYTES, time.perf_counter() - begin)
-        self.decision = replace(self.decision, actual=cost)
+        num_tokens, seconds = len(tokens) // TOKEN_BYTES, time.perf_counter() - begin
+        self._workspace.note_prefill(self._model, num_tokens, seconds)
+        moved = self.decision.actual or Cost(0, 0.0)
+        total = Cost(num_tokens, seconds + (moved.seconds or 0.0), moved.move_bytes)
+        self.decision = replace(self.decision, actual=total)
         base = self._delivery.base
         self._workspace.emit(
             Prefilled(
@@ -198,9 +202,9 @@ class Turn:
                 handle=base.id,
                 model=base.model,
                 source=base.source,
-                num_tokens=cost.prefill_tokens,
+                num_tokens=num_tokens,
                 cache_read=self.cache_read,
-                duration_s=cost.seconds,
+                duration_s=seconds,
             )
         )
         return tail, logits

@@ -10,6 +10,7 @@ import contextvars
 import itertools
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from langgraph_latent.compat import Compatibility, Difference, Level, compare
+from langgraph_latent.compat import Compatibility, Level, compare
 from langgraph_latent.delivery import Delivery, Request, told_by, unrouted, without_contained
 from langgraph_latent.errors import (
     CacheBudgetError,
@@ -25,6 +26,7 @@ from langgraph_latent.errors import (
     CodecError,
     HandleError,
     ModelMismatchError,
+    PromptError,
     TenantError,
     UnknownHandleError,
 )
@@ -34,8 +36,10 @@ from langgraph_latent.events import (
     Event,
     Evicted,
     Exported,
+    FellBack,
     Ingested,
     Loaded,
+    Moved,
     Origin,
     Produced,
     Rebuilt,
@@ -50,11 +54,23 @@ from langgraph_latent.kv.state import KVState
 from langgraph_latent.models import resident
 from langgraph_latent.models.prompt import Prompt
 from langgraph_latent.models.resident import ModelKey, ResidentModel
+from langgraph_latent.models.template import Framing
 from langgraph_latent.pool.budget import default_budget, parse_bytes
 from langgraph_latent.pool.policies import EvictionPolicy
 from langgraph_latent.pool.pool import CachePool, Namespace, PoolInfo
 from langgraph_latent.pool.recipes import RecipeBook
-from langgraph_latent.router import Cost, EdgePolicy, EdgeRouter, Route, RouteDecision, choose
+from langgraph_latent.rates import Cost, RateMeter, Rates
+from langgraph_latent.router import (
+    EdgePolicy,
+    EdgeRouter,
+    Explanation,
+    Facts,
+    Route,
+    RouteDecision,
+    Situation,
+    by_identity,
+    choose,
+)
 from langgraph_latent.spec import ModelSpec
 from langgraph_latent.tracer import LatentTracer
 
@@ -104,9 +120,13 @@ class LatentWorkspace:
         self._models: dict[ModelKey, ResidentModel] = {}
         self._model_users: Counter[ModelKey] = Counter()
         self._specs: dict[str, ModelSpec] = {}
+        self._compared: dict[tuple[str, str], Compatibility] = {}
+        self._twins: set[str] = set()  # identities of models that ran here in more than one place
+        self._meters: weakref.WeakKeyDictionary[ResidentModel, RateMeter] = weakref.WeakKeyDictionary()
         self._recipes = RecipeBook()
         self._lock = threading.RLock()
         self._closed = False
+        self.router.attach(self)
 
     @classmethod
     def default(cls) -> LatentWorkspace:
@@ -119,19 +139,22 @@ class LatentWorkspace:
 
     # -- models ---------------------------------------------------------------------------------------------------
 
-    def use_model(self, key: ModelKey) -> None:
-        """Note one more user of a model and make it resident. Raises `ModelLoadError`."""
+    def use_model(self, key: ModelKey, *, probe: bool = True) -> None:
+        """Note one more user of a model and make it resident, probed where asked. Raises `ModelLoadError`."""
         with self._lock:
             self._check_open()
             if key not in self._models:
-                self._load(key)
+                self._load(key, probe=probe)
             self._model_users[key] += 1
 
-    def _load(self, key: ModelKey) -> None:
+    def _load(self, key: ModelKey, *, probe: bool) -> None:
         begin = time.perf_counter()
-        model = resident.acquire(key)
+        model = resident.acquire(key, probe=probe)
         self._models[key] = model
+        if model.spec.identity in self._specs:
+            self._twins.add(model.spec.identity)
         self._specs[model.spec.identity] = model.spec
+        self._meters.setdefault(model, RateMeter())
         self.emit(
             Loaded(
                 model=model.spec.identity,
@@ -157,6 +180,16 @@ class LatentWorkspace:
             if not self._model_users[key]:
                 del self._model_users[key], self._models[key]
                 resident.release(key)
+
+    def rates(self, model: ResidentModel) -> Rates:
+        """What was measured of a model in this workspace."""
+        meter = self._meters.get(model)
+        return meter.rates if meter else Rates()
+
+    def note_prefill(self, model: ResidentModel, num_tokens: int, seconds: float) -> None:
+        """Take note of how long a prefill took."""
+        if meter := self._meters.get(model):
+            meter.add_prefill(num_tokens, seconds)
 
     # -- handles --------------------------------------------------------------------------------------------------
 
@@ -201,40 +234,83 @@ class LatentWorkspace:
         begin = time.perf_counter()
         for handle in request.handles:
             self.check(handle)
+        spec = self._known_spec(receiver)
         handles = without_contained(request.handles)
         policies = [self.router.policy(handle.source, request.origin.node) for handle in handles]
         edges = [
-            self._route(handle, receiver, policy, request, is_first=not index)
+            self._route(handle, receiver, spec, policy, request, first=not index)
             for index, (handle, policy) in enumerate(zip(handles, policies, strict=True))
         ]
-        root = KVHandle.root(receiver.spec.identity, self.tenant)
+        root = KVHandle.root(spec.identity, self.tenant)
         lead = handles[0] if edges and edges[0].route is Route.CACHE else root
         receiver.check_vocabulary(lead)
         told = (*told_by(handles), *request.messages)
-        prompt = receiver.prompts.extend(lead, told[len(lead.messages) :], request.framing, reply=request.reply)
+        prompt = receiver.prompts.extend(lead, told[_num_messages(lead) :], request.framing, reply=request.reply)
         if changes := receiver.prompts.template.adapt(told, request.framing.tools).changes:
-            self.emit(Reworded(origin=request.origin, model=receiver.spec.identity, changes=changes))
+            self.emit(Reworded(origin=request.origin, model=spec.identity, changes=changes))
         num_tokens = len(prompt.tokens) // TOKEN_BYTES
         num_fed = 1 if request.reply else 0  # an answer's first token follows the logits of a token that is fed
         receiver.check_length(num_tokens + num_fed)
-        self.pool.check_fits(capacity_for(num_tokens) * receiver.spec.bytes_per_token)
+        self.pool.check_fits(capacity_for(num_tokens) * spec.bytes_per_token)
+        found, moved = None, None
+        may_fall_back = all(policy.may_fall_back for policy in policies)
         may_reuse = request.reuse and not any(policy.route is Route.TEXT for policy in policies)
-        found = self._find(receiver, prompt.tokens, num_tokens - num_fed) if may_reuse else None
+        if may_reuse and spec.capabilities.can("append"):
+            try:
+                found, moved = self._bring(receiver, spec, prompt.tokens, num_tokens - num_fed, edges, request.origin)
+            except (RuntimeError, MemoryError) as error:  # the receiver's device has no room for it
+                if not may_fall_back:
+                    raise
+                edges[:1] = [edge.failed(error) for edge in edges[:1]]
+                self._report_failure(request, lead, error)
+                lead = root
         state = found or receiver.empty_state()
         if lead is not root:
             self._report_delivery(request, lead, state, prompt, time.perf_counter() - begin)
         if prompt.num_inherited < lead.num_tokens:
             edges[0] = edges[0].diverged(min(prompt.num_inherited, state.num_tokens), lead.num_tokens)
             lead = root
-        decision = max(edges, key=lambda edge: edge.level, default=unrouted(state.num_tokens))
+        decision = max(edges, key=lambda edge: edge.level) if edges else unrouted(state.num_tokens)
+        estimated = self.rates(receiver).cost(num_tokens - state.num_tokens, moved.move_bytes if moved else 0)
         return Delivery(
             prompt.tokens,
             state,
             base=lead,
-            messages=told[len(lead.messages) :],
-            decision=replace(decision, estimated=Cost(num_tokens - state.num_tokens)),
-            may_fall_back=all(policy.may_fall_back for policy in policies),
+            messages=told[_num_messages(lead) :],
+            decision=replace(decision, estimated=estimated, actual=moved),
+            may_fall_back=may_fall_back,
         )
+
+    def explain(
+        self,
+        handle: KVHandle,
+        receiver: Any,
+        *,
+        node: str = "",
+        first: bool = True,
+        framing: Framing | None = None,
+    ) -> Explanation:
+        """How the edge from a handle to a receiver (a `ChatLatent` or a `ModelSpec`) in a node would be decided now.
+
+        `framing` is what the template is told beside the messages; None for what it was told when the handle was made.
+        Nothing is computed, moved or emitted. Raises `HandleError` where the handle is refused.
+        """
+        return self.router.explain_situation(
+            handle, self.situation(handle, receiver, first=first, framing=framing), node
+        )
+
+    def situation(
+        self, handle: KVHandle, receiver: Any, *, first: bool = True, framing: Framing | None = None
+    ) -> Situation:
+        """What an edge would be decided from now; arguments as for `explain`."""
+        if isinstance(other := getattr(receiver, "workspace", None), LatentWorkspace) and other is not self:
+            return other.situation(handle, receiver, first=first, framing=framing)
+        self.check(handle)
+        if isinstance(receiver, ModelSpec):
+            alike = (model for model in self._models.values() if model.spec.identity == receiver.identity)
+            return self._situation(handle, receiver, next(alike, None), first, framing)
+        model: ResidentModel = receiver.resident()
+        return self._situation(handle, self._known_spec(model), model, first, framing)
 
     def keep(self, handle: KVHandle, state: KVState, origin: Origin) -> None:
         """Remember a handle and put its state into the pool."""
@@ -311,9 +387,10 @@ class LatentWorkspace:
         receiver.check_vocabulary(handle)
         if not handle.tokens:
             raise HandleError("a handle of no tokens has no cache; read something first")
-        state = self._find(receiver, handle.tokens, handle.num_tokens) or receiver.empty_state()
+        state = self._find(handle.model, handle.tokens, handle.num_tokens) or receiver.empty_state()
         if missing := unpack_tokens(handle.tokens[state.num_tokens * TOKEN_BYTES :]):
             self.emit(Rebuilt(handle=handle.id, model=handle.model, num_tokens=len(missing), reason="not in the pool"))
+            state, _ = self._move(state, receiver, Origin())
             with state.append(handle.num_tokens) as tail:
                 receiver.prefill(missing, tail)
                 state = tail.seal()
@@ -344,13 +421,14 @@ class LatentWorkspace:
         is_file = isinstance(source, str | Path)
         try:
             blob = codec.read_file(Path(source), receiver.spec) if isinstance(source, str | Path) else bytearray(source)
-            handle, state = codec.decode(blob, receiver.spec)
-            state = state.to(receiver.devices)
+            handle, state = codec.decode(blob, receiver.spec, receiver.wholes)
+            state, _ = self._move(state, receiver, origin)
         except CodecError as error:
             self.emit(Refused(origin=origin, reason=str(error)))
             raise
         self.check(handle)
         receiver.check_vocabulary(handle)
+        self._known_spec(receiver)
         self.keep(handle, state, origin)
         self.emit(
             Ingested(
@@ -400,14 +478,24 @@ class LatentWorkspace:
         if self._closed:
             raise ClosedError("this workspace was closed; make a new LatentWorkspace()")
 
+    def _known_spec(self, receiver: ResidentModel) -> ModelSpec:
+        """A model's spec with the adapters that are active now, kept under its identity."""
+        spec = receiver.spec
+        return self._specs.setdefault(spec.identity, spec)
+
     def _route(
-        self, handle: KVHandle, receiver: ResidentModel, policy: EdgePolicy, request: Request, *, is_first: bool
+        self,
+        handle: KVHandle,
+        receiver: ResidentModel,
+        spec: ModelSpec,
+        policy: EdgePolicy,
+        request: Request,
+        *,
+        first: bool,
     ) -> RouteDecision:
-        if sender := self._specs.get(handle.model):
-            compatibility = compare(sender, receiver.spec)
-        else:  # only its digest came with the handle
-            compatibility = Compatibility(Level.TEXT, (Difference("identity", handle.model, receiver.spec.identity),))
-        decision = choose(compatibility, policy, first=is_first)
+        situation = self._situation(handle, spec, receiver, first, request.framing)
+        compatibility = situation.compatibility
+        decision = choose(compatibility, policy, situation.facts)
         self._emit(
             Routed,
             request,
@@ -420,17 +508,95 @@ class LatentWorkspace:
         )
         return decision
 
-    def _find(self, receiver: ResidentModel, tokens: bytes, limit: int) -> KVState | None:
-        return self.pool.longest_prefix(Namespace(receiver.spec.identity, self.tenant), tokens, limit)
+    def _situation(
+        self, handle: KVHandle, spec: ModelSpec, receiver: ResidentModel | None, first: bool, framing: Framing | None
+    ) -> Situation:
+        """`receiver` is None where no model of this spec is resident here."""
+        sender = self._specs.get(handle.model)
+        compatibility = self._compared.get((handle.model, spec.identity)) if receiver else None
+        if compatibility is None:
+            compatibility = compare(sender, spec) if sender else by_identity(handle.model, spec)
+            if sender and receiver:
+                self._compared[handle.model, spec.identity] = compatibility
+        num_cached, nbytes, text_tokens = 0, 0, None
+        if compatibility.level is Level.EXACT and first:
+            num_cached, nbytes = self._kept(handle, spec, receiver)
+            is_costly = nbytes or handle.num_tokens - num_cached > _num_pending(handle)
+            if is_costly and receiver and framing:
+                text_tokens = _num_text_tokens(handle, receiver, framing)
+        rates = self.rates(receiver) if receiver else Rates()
+        refusal = spec.capabilities.refusal("append")
+        facts = Facts(handle.num_tokens, num_cached, nbytes, text_tokens, rates, first, refusal)
+        return Situation(sender or handle.model, spec, compatibility, facts)
+
+    def _kept(self, handle: KVHandle, spec: ModelSpec, receiver: ResidentModel | None) -> tuple[int, int]:
+        """How many of a handle's tokens are in the pool, and the bytes of them that the receiver would have to move."""
+        if self.pool.has(handle.id) and handle.model not in self._twins:  # the usual case needs no search
+            return handle.num_tokens - _num_pending(handle), 0
+        found = self._find(handle.model, handle.tokens, handle.num_tokens)
+        if found is None:
+            return 0, 0
+        return found.num_tokens, self._bytes_elsewhere(found, spec, receiver) if receiver else 0
+
+    def _bring(
+        self,
+        receiver: ResidentModel,
+        spec: ModelSpec,
+        tokens: bytes,
+        limit: int,
+        edges: Sequence[RouteDecision],
+        origin: Origin,
+    ) -> tuple[KVState | None, Cost | None]:
+        """The state that covers most of a prompt, where the receiver is, and what moving it there took.
+
+        Whether a state from elsewhere is moved was decided with the edge; where there is none, it is decided alike.
+        """
+        found = self._find(spec.identity, tokens, limit)
+        if found is None or not (nbytes := self._bytes_elsewhere(found, spec, receiver)):
+            return found, None
+        facts = Facts(limit, found.num_tokens, nbytes, rates=self.rates(receiver))
+        edge = edges[0] if edges else choose(Compatibility(Level.EXACT), EdgePolicy(), facts)
+        if edge.estimated is None or not edge.estimated.move_bytes:
+            return None, None
+        return self._move(found, receiver, origin)
+
+    def _move(self, state: KVState, receiver: ResidentModel, origin: Origin) -> tuple[KVState, Cost | None]:
+        """The state where the receiver is, and what that took; None where it is there already."""
+        if not (nbytes := _bytes_elsewhere(state, receiver)):
+            return state, None
+        begin = time.perf_counter()
+        state = state.to(receiver.devices)
+        for tensor in state.layer(len(state.kinds) - 1):
+            tensor.flatten()[:1].cpu()  # waits for the device
+        seconds = time.perf_counter() - begin
+        if meter := self._meters.get(receiver):
+            meter.add_move(nbytes, seconds)
+        self.emit(
+            Moved(
+                origin=origin,
+                model=receiver.spec.identity,
+                num_tokens=state.num_tokens,
+                nbytes=nbytes,
+                duration_s=seconds,
+                device=str(receiver.device),
+            )
+        )
+        return state, Cost(0, seconds, nbytes)
+
+    def _bytes_elsewhere(self, state: KVState, spec: ModelSpec, receiver: ResidentModel) -> int:
+        """Bytes of a kept state that are on other devices than the receiver's."""
+        return _bytes_elsewhere(state, receiver) if spec.identity in self._twins else 0
+
+    def _find(self, model: str, tokens: bytes, limit: int) -> KVState | None:
+        return self.pool.longest_prefix(Namespace(model, self.tenant), tokens, limit)
 
     def _report_delivery(
         self, request: Request, handle: KVHandle, state: KVState, prompt: Prompt, duration_s: float
     ) -> None:
         if prompt.num_inherited < handle.num_tokens:
             self._emit(Diverged, request, handle, num_tokens=prompt.num_inherited, num_inherited=handle.num_tokens)
-        pending = 1 if handle.segments[-1].kind == "generated" else 0
         missing = prompt.num_inherited - state.num_tokens
-        if missing > pending:
+        if missing > _num_pending(handle):
             self._emit(Rebuilt, request, handle, num_tokens=missing, reason="not in the pool")
         self._emit(
             Delivered,
@@ -443,6 +609,10 @@ class LatentWorkspace:
             cache_read=min(state.num_tokens, prompt.num_inherited),
         )
 
+    def _report_failure(self, request: Request, handle: KVHandle, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self._emit(FellBack, request, handle, from_route=Route.CACHE.value, to_route=Route.TEXT.value, reason=reason)
+
     def _emit(self, event: type[_E], request: Request, handle: KVHandle, **fields: Any) -> None:
         self.emit(event(origin=request.origin, handle=handle.id, model=handle.model, source=handle.source, **fields))
 
@@ -453,3 +623,32 @@ class LatentWorkspace:
 
 def _thread_owner(thread_id: str) -> str:
     return f"thread:{thread_id}"
+
+
+def _num_pending(handle: KVHandle) -> int:
+    """How many of a handle's tokens are not in the cache it was made with: the last sampled one."""
+    return 1 if handle.segments[-1].kind == "generated" else 0
+
+
+def _num_messages(handle: KVHandle) -> int:
+    return sum(len(segment.messages) for segment in handle.segments)
+
+
+def _num_text_tokens(handle: KVHandle, receiver: ResidentModel, framing: Framing) -> int | None:
+    """Tokens of a handle's messages in another framing than they were written in; None where it is the same."""
+    if all(segment.framing == framing.digest for segment in handle.segments):
+        return None
+    try:
+        return len(receiver.prompts.write(handle.messages, framing, reply=False).tokens) // TOKEN_BYTES
+    except PromptError:  # they can't be told alone
+        return None
+
+
+def _bytes_elsewhere(state: KVState, receiver: ResidentModel) -> int:
+    """Bytes of a state that are on other devices than the receiver's."""
+    return sum(
+        tensor.nbytes
+        for tensors, device in zip(state.layers(), receiver.devices, strict=False)
+        for tensor in tensors
+        if device is not None and tensor.device != device
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
@@ -15,6 +16,7 @@ import tracemalloc
 import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +29,14 @@ from langgraph_latent.errors import CodecError, LatentError
 from langgraph_latent.handle import KVHandle, pack_tokens
 from langgraph_latent.kv import codec
 from langgraph_latent.kv.state import KVState
+from langgraph_latent.kv.whole import copy_layer, plain_of
 from langgraph_latent.models import resident
 from langgraph_latent.models.resident import ModelKey, ResidentModel
+from langgraph_latent.testing.catalogue import save_toy
 
 SUFFIX = [40, 41, 42, 43]
+WHOLE = ["qwen3_next", "lfm2", "mamba2", "falcon_h1", "zaya", "deepseek_v32", "minimax_m3_vl_text", "deepseek_v4"]
+"""Toys with cache layers that are kept whole: recurrent, convolution, hybrid, indexed and compressed."""
 
 
 class Sample(NamedTuple):
@@ -43,15 +49,21 @@ class Sample(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def sample(tiny_folder: Callable[..., Path]) -> Iterator[Callable[..., Sample]]:
+def sample(
+    tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Sample]]:
     """`sample("mistral", "bfloat16", num_tokens)`: made once per arguments."""
     made: dict[tuple[Any, ...], Sample] = {}
     keys: list[ModelKey] = []
 
+    @functools.cache
+    def toy_folder(kind: str) -> Path:
+        return save_toy(tmp_path_factory.mktemp(kind), kind)
+
     def make(kind: str = "llama", dtype: str = "float32", num_tokens: int = 60, seed: int = 0) -> Sample:
         arguments = (kind, dtype, num_tokens, seed)
         if arguments not in made:
-            key = ModelKey(str(tiny_folder(kind, seed=seed)), dtype=dtype)
+            key = ModelKey(str(toy_folder(kind) if kind in WHOLE else tiny_folder(kind, seed=seed)), dtype=dtype)
             model = resident.acquire(key)
             keys.append(key)
             ids = torch.randint(3, 300, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)).tolist()
@@ -90,6 +102,39 @@ def test_a_cache_comes_back_bit_for_bit(kind: str, dtype: str, num_tokens: int, 
     assert back.state.checksum() == state.checksum()
     assert back.state.layers()[0][0].dtype == getattr(torch, dtype)
     assert torch.allclose(next_logits(model, back.state), next_logits(model, state), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("num_tokens", [9, 23, 60])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_layers_that_are_kept_whole_come_back_bit_for_bit(
+    kind: str, num_tokens: int, sample: Callable[..., Sample]
+) -> None:
+    """Law 4 for every kind of layer. What is read fills copies: the model's own layers stay as they were."""
+    model, handle, state, blob = sample(kind, "float32", num_tokens)
+    assert any(whole is not None for whole in state.wholes)
+    empty = model.empty_state()
+    back = codec.decode(bytearray(blob), model.spec, model.wholes)
+    assert back.handle == handle
+    assert back.state.equals(state)
+    assert back.state.checksum() == state.checksum()
+    for mine, theirs in zip(back.state.wholes, state.wholes, strict=True):
+        assert type(mine) is type(theirs)
+        assert mine is None or plain_of(mine) == plain_of(theirs)
+    assert parts(codec.encode(back.handle, back.state, model.spec)) == parts(blob)
+    assert torch.equal(next_logits(model, back.state), next_logits(model, state))
+    assert back.state.equals(state)
+    assert empty.layers() == model.empty_state().layers() == []
+    assert codec.decode(bytearray(blob), model.spec, model.wholes).state.equals(state)
+
+
+def test_appending_to_a_whole_layer_that_came_back_leaves_the_blob_as_it_was(sample: Callable[..., Sample]) -> None:
+    """Its layers write in place, and what was decoded shares the blob's memory."""
+    model, _, state, blob = sample("mamba2")
+    own = bytearray(blob)
+    back = codec.decode(own, model.spec, model.wholes)
+    next_logits(model, back.state)
+    assert bytes(own) == blob
+    assert back.state.equals(state)
 
 
 def test_a_sliding_cache_travels_without_its_distant_past(sample: Callable[..., Sample]) -> None:
@@ -219,7 +264,7 @@ def forge(
         for index, row in enumerate(manifest["layers"]):
             for part in ("keys", "values"):
                 begin, end = header[f"layers.{index}.{part}"]["data_offsets"]
-                row[part]["sha256"] = hashlib.sha256(own[begin:end]).hexdigest()
+                row["tensors"][part]["sha256"] = hashlib.sha256(own[begin:end]).hexdigest()
     text = json.dumps(manifest, sort_keys=True)
     header["__metadata__"] = {"manifest": text, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}
     return assemble(header, bytes(own))
@@ -241,11 +286,15 @@ def row_setting(name: str, value: object) -> Callable[..., object]:
     return lambda manifest, header, data: manifest["layers"][1].__setitem__(name, value)
 
 
+def part_setting(name: str, value: object) -> Callable[..., object]:
+    return lambda manifest, header, data: manifest["layers"][1]["tensors"].__setitem__(name, value)
+
+
 def shaping(shape: list[Any]) -> Callable[..., object]:
     """Declare another shape, in the table of tensors and in the manifest alike."""
 
     def edit(manifest: dict[str, Any], header: dict[str, Any], data: bytearray) -> None:
-        header["layers.1.keys"]["shape"] = manifest["layers"][1]["keys"]["shape"] = shape
+        header["layers.1.keys"]["shape"] = manifest["layers"][1]["tensors"]["keys"]["shape"] = shape
 
     return edit
 
@@ -259,8 +308,9 @@ def both_lengths(num_tokens: object) -> Callable[..., object]:
         manifest["num_tokens"] = num_tokens
         for index, row in enumerate(manifest["layers"]):
             for part in ("keys", "values"):
-                shape = [*row[part]["shape"][:2], num_tokens, row[part]["shape"][3]]
-                row[part]["shape"] = header[f"layers.{index}.{part}"]["shape"] = shape
+                declared = row["tensors"][part]
+                shape = [*declared["shape"][:2], num_tokens, declared["shape"][3]]
+                declared["shape"] = header[f"layers.{index}.{part}"]["shape"] = shape
 
     return edit
 
@@ -300,8 +350,8 @@ def other_handle(num_tokens: int = 60, model: str | None = None) -> Callable[...
 
 
 FORGERIES: dict[str, tuple[Callable[..., object], bool]] = {
-    "schema 2": (setting("schema", 2), False),
-    "schema of text": (setting("schema", "1"), False),
+    "schema 1": (setting("schema", 1), False),
+    "schema of text": (setting("schema", "2"), False),
     "schema of nothing": (setting("schema", None), False),
     "another model": (setting("model", "0" * 32), False),
     "a model of a list": (setting("model", [1]), False),
@@ -327,7 +377,10 @@ FORGERIES: dict[str, tuple[Callable[..., object], bool]] = {
     "another kind": (row_setting("kind", "linear"), False),
     "another window": (row_setting("window", 7), False),
     "another begin": (row_setting("begin", 5), False),
-    "keys of null": (row_setting("keys", None), False),
+    "tensors of null": (row_setting("tensors", None), False),
+    "tensors of a list": (row_setting("tensors", ["keys", "values"]), False),
+    "keys of null": (part_setting("keys", None), False),
+    "a part more": (part_setting("extra", {}), False),
     "an absurd shape": (shaping([1, 2, 1 << 60, 8]), False),
     "a shape whose size wraps to the right one": (shaping([1, 2, 60 + (1 << 64), 8]), False),
     "a negative shape": (shaping([1, -2, -60, 8]), False),
@@ -371,7 +424,7 @@ def refused(blob: bytes, model: ResidentModel) -> str:
     begin = time.perf_counter()
     try:
         with pytest.raises(CodecError) as caught:
-            codec.decode(own, model.spec)
+            codec.decode(own, model.spec, model.wholes)
         seconds, peak = time.perf_counter() - begin, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -386,6 +439,145 @@ def test_a_forged_blob_is_refused_at_once_and_without_a_memory_spike(name: str, 
     model, _, _, blob = sample("llama")
     edit, rehash = FORGERIES[name]
     assert len(refused(forge(blob, edit, rehash=rehash), model)) > 20
+
+
+# -- forged layers that are kept whole -------------------------------------------------------------------------------
+
+
+def putting(**fields: Any) -> Callable[[Any], object]:
+    return lambda layer: vars(layer).update(fields)
+
+
+def conv(change: Callable[[torch.Tensor], Any]) -> Callable[[Any], object]:
+    return lambda layer: layer.conv_states.update({0: change(layer.conv_states[0])})
+
+
+def keys(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], object]:
+    return lambda layer: putting(keys=change(layer.keys))(layer)
+
+
+def filled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: torch.cat([torch.full_like(tensor[..., :1], value), tensor[..., 1:]], dim=-1)
+
+
+WHOLE_FORGERIES: dict[str, Callable[[Any], object]] = {
+    "a tensor less": conv(lambda tensor: None),
+    "a tensor more": putting(extra=torch.zeros(3)),
+    "a tensor more in a dict": lambda layer: layer.conv_states.update({1: torch.zeros(3)}),
+    "a tensor of another name": lambda layer: layer.conv_states.update({1: layer.conv_states.pop(0)}),
+    "a number for a tensor": conv(lambda tensor: 3),
+    "a tensor for a number": putting(cumulative_length=torch.tensor(60)),
+    "a narrower dtype": conv(lambda tensor: tensor.half()),
+    "a wider dtype": conv(lambda tensor: tensor.double()),
+    "an equally wide dtype": conv(lambda tensor: tensor.view(torch.int32)),
+    "a dtype of less than 64 bits": lambda layer: putting(_sliding_window_tensor=layer._sliding_window_tensor.int())(
+        layer
+    ),
+    "a fixed dimension less": conv(lambda tensor: tensor[..., :-1].contiguous()),
+    "a fixed dimension more": conv(lambda tensor: torch.cat([tensor, tensor], dim=1)),
+    "no fixed dimension": conv(lambda tensor: tensor[:, :0].contiguous()),
+    "transposed": conv(lambda tensor: tensor.mT.contiguous()),
+    "flat": conv(lambda tensor: tensor.flatten()),
+    "deeper": conv(lambda tensor: tensor[None].contiguous()),
+    "a batch of two": conv(lambda tensor: torch.cat([tensor, tensor])),
+    "another head_dim of keys": keys(lambda tensor: tensor[..., :-1].contiguous()),
+    "another number of heads": keys(lambda tensor: tensor[:, :1].contiguous()),
+    "not a number": conv(filled(float("nan"))),
+    "infinity": conv(filled(float("inf"))),
+    "keys that are not a number": keys(filled(float("nan"))),
+    "a field less": lambda layer: vars(layer).pop("record_past"),
+    "a field more": putting(more=1),
+    "a field more of null": putting(more=None),
+    "a field of another name": lambda layer: putting(recorded=vars(layer).pop("record_past"))(layer),
+    "text for a number": putting(cumulative_length="60"),
+    "a fraction for a number": putting(cumulative_length=60.0),
+    "true for a number": putting(sliding_window=True),
+    "null for a number": putting(sliding_window=None),
+    "not a number for a number": putting(sliding_window=float("nan")),
+    "a list for a number": putting(sliding_window=[20]),
+    "a number for true": putting(is_initialized=1),
+    "fewer tokens": putting(cumulative_length=59),
+    "more tokens": putting(cumulative_length=10**30),
+    "negative tokens": putting(cumulative_length=-60),
+}
+"""What a forger does to a layer before he encodes it, all digests right. The layer is zaya's second, hybrid sliding."""
+
+
+def altered(state: KVState, index: int, edit: Callable[[Any], object]) -> KVState:
+    """A copy of a state with an edit in one layer that is kept whole."""
+    wholes = [None if whole is None else copy_layer(whole) for whole in state.wholes]
+    edit(wholes[index])
+    return KVState(state.buffer, state.kinds, state.num_tokens, tuple(wholes))
+
+
+def test_a_forger_who_encodes_a_copy_is_believed(sample: Callable[..., Sample]) -> None:
+    """So that the forgeries below are refused for what they change."""
+    model, handle, state, _ = sample("zaya")
+    blob = codec.encode(handle, altered(state, 1, lambda layer: None), model.spec)
+    assert codec.decode(bytearray(blob), model.spec, model.wholes).state.equals(state)
+
+
+@pytest.mark.parametrize("name", WHOLE_FORGERIES)
+def test_a_forged_whole_layer_is_refused_at_once_and_without_a_memory_spike(
+    name: str, sample: Callable[..., Sample]
+) -> None:
+    """Field cases 28 and 29 for layers of other kinds: their fields, names, shapes and dtypes are the model's."""
+    model, handle, state, _ = sample("zaya")
+    before = [None if whole is None else plain_of(whole) for whole in model.wholes]
+    blob = codec.encode(handle, altered(state, 1, WHOLE_FORGERIES[name]), model.spec)
+    assert len(refused(blob, model)) > 20
+    assert [None if whole is None else plain_of(whole) for whole in model.wholes] == before
+
+
+WHOLE_FILE_FORGERIES: dict[str, Callable[..., object]] = {
+    "a tensor not in the table": lambda manifest, header, data: header.pop("layers.1.conv_states.0"),
+    "a tensor not in the manifest": lambda manifest, header, data: manifest["layers"][1]["tensors"].pop("keys"),
+    "a tensor more in the manifest": part_setting("extra", {"shape": [1], "sha256": ""}),
+    "a tensor of null": part_setting("conv_states.0", None),
+    "no fields": row_setting("plain", {}),
+    "fields of null": row_setting("plain", None),
+    "fields of a list": row_setting("plain", ["sliding_window"]),
+    "a tensor among the fields": lambda manifest, header, data: manifest["layers"][1]["plain"].update(keys=1),
+    "a field of 3 MB of name": lambda manifest, header, data: manifest["layers"][1]["plain"].update(
+        {"x" * (3 << 20): 1}
+    ),
+    "fields of an attention layer": row_setting("kind", "full"),
+    "an absurd growing dimension": shaping([1, 2, 1 << 60, 16]),
+    "a growing dimension past any integer": shaping([1, 2, 1 << 70, 16]),
+    "a growing dimension whose size wraps to the right one": shaping([1, 2, 19 + (1 << 64), 16]),
+    "a negative growing dimension": shaping([1, 2, -19, 16]),
+    "a growing dimension of text": shaping([1, 2, "19", 16]),
+    "a growing dimension that is true": shaping([1, 2, True, 16]),
+    "a growing dimension of a fraction": shaping([1, 2, 19.0, 16]),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_FILE_FORGERIES)
+def test_a_forged_file_of_whole_layers_is_refused_at_once_and_without_a_memory_spike(
+    name: str, sample: Callable[..., Sample]
+) -> None:
+    model, _, _, blob = sample("zaya")
+    assert len(refused(forge(blob, WHOLE_FILE_FORGERIES[name]), model)) > 20
+
+
+def test_an_empty_tensor_of_an_absurd_shape_is_refused(sample: Callable[..., Sample]) -> None:
+    """Zero bytes are the right size for any shape with a zero in it."""
+    model, handle, state, _ = sample("zaya")
+    rows = list(model.spec.layers)
+    rows[1] = replace(rows[1], tensors=tuple(replace(each, shape=(-1,) * len(each.shape)) for each in rows[1].tensors))
+    spec = replace(model.spec, layers=tuple(rows))
+    own = KVHandle.root(spec.identity).extend("prompt", "reader", handle.tokens, [])
+    blob = codec.encode(own, altered(state, 1, keys(lambda tensor: tensor[:, :, :0].contiguous())), spec)
+    for shape in ([1, 1 << 40, 0, 1 << 40], [1, 1 << 70, 0, 16]):
+        with pytest.raises(CodecError):
+            codec.decode(bytearray(forge(blob, shaping(shape))), spec, model.wholes)
+
+
+def test_a_state_of_fewer_tokens_than_its_manifest_says_is_refused(sample: Callable[..., Sample]) -> None:
+    """Its own layers know how many tokens they have, where they count them."""
+    model, handle, state, _ = sample("falcon_h1")
+    blob = codec.encode(handle, altered(state, 2, keys(lambda tensor: tensor[:, :, :50].contiguous())), model.spec)
+    assert "50 tokens, expected 60" in refused(blob, model)
 
 
 def damaged(blob: bytes, rng: random.Random) -> bytes:
@@ -409,7 +601,7 @@ def damaged(blob: bytes, rng: random.Random) -> bytes:
     return struct.pack("<Q", rng.choice([rng.getrandbits(64), len(blob), len(blob) - 7, 0, 1 << 40])) + blob[8:]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "zaya", "qwen3_next"])
 def test_of_200_damaged_blobs_every_one_is_refused_and_the_untouched_one_still_answers(
     kind: str, sample: Callable[..., Sample]
 ) -> None:
@@ -425,10 +617,10 @@ def test_of_200_damaged_blobs_every_one_is_refused_and_the_untouched_one_still_a
             continue  # the flip changed only white space that pads the header
         begin = time.perf_counter()
         with pytest.raises(CodecError):
-            codec.decode(bytearray(bad), model.spec)
+            codec.decode(bytearray(bad), model.spec, model.wholes)
         assert time.perf_counter() - begin < 1.0
     assert process.memory_info().rss - before < 64 << 20
-    back = codec.decode(bytearray(blob), model.spec)
+    back = codec.decode(bytearray(blob), model.spec, model.wholes)
     assert back.handle == handle
     assert torch.allclose(next_logits(model, back.state), want, atol=1e-5, rtol=0)
 

@@ -103,7 +103,7 @@ def test_a_state_that_can_not_be_cropped_gives_way_to_the_next_best() -> None:
     """Field case 33: a sliding cache without its past only serves those who continue it."""
     kinds = (LayerKind("sliding", 4),)
     whole = state_of([1, 2, 3, 4, 5, 6, 7, 8], kinds)
-    came = KVState.from_tensors(kinds, [(k.clone(), v.clone()) for k, v in whole.layers()], 8)
+    came = KVState.from_layers(kinds, [(k.clone(), v.clone()) for k, v in whole.layers()], 8)
     pool = pool_for(10)
     pool.put(HOME, pack_tokens([1, 2, 3, 4, 5, 6, 7, 8]), came, "late")
     pool.put(HOME, pack_tokens([1, 2, 3]), state_of([1, 2, 3], kinds), "early")

@@ -414,7 +414,7 @@ def test_a_model_that_takes_no_rows_runs_them_one_after_another(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     eager = ResidentModel(stock, tokenizer, str(folder), weights_digest(folder))
     assert eager.scheduler.max_rows == 1
-    monkeypatch.setattr(resident, "_load", lambda key: eager)
+    monkeypatch.setattr(resident, "_load", lambda *_: eager)
     chat = ChatLatent(model=str(folder), workspace=ws, max_tokens=8)
     assert chat.resident() is eager
     prompts = [f"number {number}" for number in range(6)]

@@ -1,4 +1,4 @@
-"""A KV state answers as transformers' own caches do, layer by layer, and refuses kinds that it can't hold by name."""
+"""A KV state answers as transformers' own caches do, layer by layer; `test_whole` has those that it keeps whole."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    FalconH1Config,
     Lfm2Config,
     LlamaConfig,
     MambaConfig,
@@ -22,7 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from langgraph_latent.errors import UnsupportedLayerError
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore
-from langgraph_latent.kv.state import KVState, LayerKind, layer_kinds, tensor_bytes
+from langgraph_latent.kv.state import KVState, LayerKind, empty_layers, layer_kinds, tensor_bytes
 
 WINDOW = 6
 FULL, SLIDING = LayerKind("full"), LayerKind("sliding", WINDOW)
@@ -52,19 +53,33 @@ def test_layer_kinds_are_read_off_the_models_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "layer"),
+    ("config", "kinds"),
     [
-        (Qwen3NextConfig(num_hidden_layers=4, hidden_size=32), "LinearAttention"),
-        (Lfm2Config(num_hidden_layers=3, hidden_size=32, full_attn_idxs=[2]), "LinearAttention"),
-        (MambaConfig(num_hidden_layers=2, hidden_size=32), "LinearAttention"),
+        (Qwen3NextConfig(num_hidden_layers=4, hidden_size=32), ["linear", "linear", "linear", "full"]),
+        (Lfm2Config(num_hidden_layers=3, hidden_size=32, full_attn_idxs=[2]), ["linear", "linear", "full"]),
+        (MambaConfig(num_hidden_layers=2, hidden_size=32), ["linear", "linear"]),
+        (FalconH1Config(num_hidden_layers=2, hidden_size=32), ["hybrid", "hybrid"]),
     ],
-    ids=["qwen3_next", "lfm2", "mamba"],
+    ids=["qwen3_next", "lfm2", "mamba", "falcon_h1"],
 )
-def test_a_layer_that_is_not_attention_over_tokens_is_refused_by_name(config: PreTrainedConfig, layer: str) -> None:
-    """Field cases 32 and 33: a recurrent state can't be cropped or shared by view; that is said, not ignored."""
-    with pytest.raises(UnsupportedLayerError, match=rf"'{config.model_type}'.*{layer}") as caught:
-        layer_kinds(config)
-    assert "text edge" in str(caught.value)
+def test_a_layer_that_is_not_attention_over_tokens_is_kept_whole(config: PreTrainedConfig, kinds: list[str]) -> None:
+    """Field case 32: a recurrent state can be handed over, and no part of it can be taken back."""
+    known = layer_kinds(config)
+    assert known == tuple(LayerKind(name) for name in kinds)
+    state = KVState.from_layers(
+        known,
+        [tokens(5) if kind.has_tokens else layer for kind, layer in zip(known, empty_layers(config), strict=True)],
+        5,
+    )
+    assert [whole is None for whole in state.wholes] == [kind.has_tokens for kind in known]
+    assert [length for length in range(7) if state.can_crop(length)] == [5]
+    with pytest.raises(ValueError, match="5 tokens can't be cropped to 4"):
+        state.crop(4)
+
+
+def test_a_model_of_no_cache_layers_is_refused_with_what_to_do() -> None:
+    with pytest.raises(UnsupportedLayerError, match=r"'llama'.*text edge"):
+        layer_kinds(LlamaConfig(num_hidden_layers=0))
 
 
 @pytest.mark.parametrize("window", [1, 2, 6])
@@ -156,7 +171,7 @@ def test_a_crop_beyond_the_state_is_refused(length: int) -> None:
 
 def test_a_sliding_layer_that_came_without_its_past_refuses_crops_that_need_it() -> None:
     whole = state_of(20)
-    came = KVState.from_tensors(whole.kinds, [(k.clone(), v.clone()) for k, v in whole.layers()], 20)
+    came = KVState.from_layers(whole.kinds, [(k.clone(), v.clone()) for k, v in whole.layers()], 20)
     assert came.equals(whole)
     assert [length for length in range(21) if came.can_crop(length)] == [20]
     with pytest.raises(ValueError, match="can't be cropped"):
@@ -165,7 +180,7 @@ def test_a_sliding_layer_that_came_without_its_past_refuses_crops_that_need_it()
 
 def test_a_state_from_tensors_goes_on_like_the_one_it_was_taken_from() -> None:
     whole = state_of(20)
-    came = KVState.from_tensors(whole.kinds, whole.layers(), 20)
+    came = KVState.from_layers(whole.kinds, whole.layers(), 20)
     grown = []
     for state in (whole, came):
         with state.append() as tail:
@@ -210,13 +225,13 @@ def test_any_changed_value_length_or_kind_is_unequal() -> None:
         for part in range(2):
             pairs = [[k.clone(), v.clone()] for k, v in base.layers()]
             pairs[index][part][0, 1, -1, 3] += 1e-6
-            other = KVState.from_tensors(base.kinds, [(k, v) for k, v in pairs], 20)
+            other = KVState.from_layers(base.kinds, [(k, v) for k, v in pairs], 20)
             assert not base.equals(other)
             assert base.checksum() != other.checksum()
     assert not base.equals(base.crop(19))
     assert base.checksum() != base.crop(19).checksum()
     assert not state_of(4, (FULL, FULL)).equals(state_of(4, (FULL, SLIDING)))
-    bf16 = KVState.from_tensors(base.kinds, [(k.bfloat16(), v.bfloat16()) for k, v in base.layers()], 20)
+    bf16 = KVState.from_layers(base.kinds, [(k.bfloat16(), v.bfloat16()) for k, v in base.layers()], 20)
     assert bf16.checksum() != base.checksum()
 
 

@@ -181,8 +181,8 @@ class Probe:
                 failure = self._refuse_append(expected, is_stepwise)
             except Exception as caught:  # noqa: BLE001 - whatever a model class does with a cache that it does not know
                 failure = (
-                    f"does not run over transformers' cache layers for it: {type(caught).__name__}: {caught}. Use a text "
-                    "edge for this model."
+                    f"does not run over transformers' cache layers for it: {type(caught).__name__}: {caught}. Use a "
+                    "text edge for this model."
                 )
             if not failure:
                 return is_stepwise
