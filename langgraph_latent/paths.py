@@ -23,8 +23,8 @@ class Memory:
         self._file = file
 
     def recall(self, key: str) -> Any:
-        """The value under a key. Raises `KeyError` where there is none."""
-        return self._all()[key]
+        """The value under a key; None where there is none."""
+        return self._all().get(key)
 
     def remember(self, key: str, value: Any) -> None:
         """Add one value, with a new file in place of the old one."""

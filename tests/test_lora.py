@@ -1,4 +1,4 @@
-"""LoRA adapters are a part of a model's identity, by what they hold: loading, switching or re-loading one changes it."""
+"""LoRA adapters are a part of a model's identity by what they hold: loading, switching or re-loading changes it."""
 
 from __future__ import annotations
 

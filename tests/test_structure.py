@@ -187,7 +187,7 @@ def test_imports_point_down_only(name: str) -> None:
 def test_the_check_of_imports_sees_them() -> None:
     files = module_files()
     assert {"kv.state", "pool.pool", "models.resident", "router"} <= own_imports(files["workspace"], files)
-    assert own_imports(files["kv.state"], files) == {"errors", "kv.buffer"}
+    assert own_imports(files["kv.state"], files) == {"errors", "kv.buffer", "kv.whole"}
     assert own_imports(files["errors"], files) == set()
 
 

@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from langgraph_latent.kv.state import RowKeys
 
+STOCK = "sdpa"
 NAME = "sdpa_rows"
 MIN_SHARED = 512
 """Shared tokens from which on reading them once for several rows is faster."""
@@ -26,7 +27,7 @@ MIN_SHARED = 512
 
 def use_row_attention(model: PreTrainedModel) -> bool:
     """Switch a model that runs transformers' sdpa to `row_attention`; leave every other model alone, and say so."""
-    if model.config._attn_implementation != "sdpa" or not model._can_set_attn_implementation():
+    if model.config._attn_implementation != STOCK or not model._can_set_attn_implementation():
         return False
     AttentionInterface.register(NAME, row_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import struct
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from langgraph_latent.errors import ModelLoadError
-from langgraph_latent.paths import cache_dir
+from langgraph_latent.paths import Memory
 
 if TYPE_CHECKING:
     import numpy
@@ -190,34 +189,15 @@ def remembered(
 ) -> tuple[str, ...]:
     """What `compute` gave for these files the last time, while they have not changed; `num_values` texts."""
     key = "|".join((what, *(_file_identity(file) for file in files)))
-    known = _recall().get(key)
+    memory = Memory(MEMORY_FILE)
+    known = memory.recall(key)
     if isinstance(known, list) and len(known) == num_values and all(isinstance(value, str) for value in known):
         return tuple(known)
     values = tuple(compute())
-    _remember(key, values)
+    memory.remember(key, values)
     return values
 
 
 def _file_identity(file: Path) -> str:
     stat = file.stat()
     return f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
-
-
-def _recall() -> dict[str, Any]:
-    try:
-        known = json.loads((cache_dir() / MEMORY_FILE).read_text())
-        return known if isinstance(known, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
-def _remember(key: str, values: tuple[str, ...]) -> None:
-    """Add to the memory; where the cache directory can't be written, it is computed again next time."""
-    try:
-        cache_dir().mkdir(parents=True, exist_ok=True)
-        fd, part = tempfile.mkstemp(dir=cache_dir(), prefix=MEMORY_FILE)
-        with os.fdopen(fd, "w") as file:
-            json.dump({**_recall(), key: values}, file)
-        os.replace(part, cache_dir() / MEMORY_FILE)
-    except OSError:
-        return

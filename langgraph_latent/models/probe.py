@@ -21,16 +21,18 @@ from langgraph_latent.kv.rope import Rotation, RotationSpec, find_rotation, freq
 from langgraph_latent.kv.state import KVState, KVTail, LayerKind
 from langgraph_latent.spec import Capabilities
 
-VERSION = 6
+VERSION = 7
 """Of the probe's claims: remembered findings of another version are not believed."""
 TOLERANCE, NARROW_TOLERANCE = 2e-5, 2e-1
 """Largest relative difference of logits; the second for dtypes of two bytes and less."""
 KEY_TOLERANCE, NARROW_KEY_TOLERANCE = 1e-4, 1e-1
 """The same of keys that are moved."""
-DELTA = 5
+DELTA, FAR = 5, 97
+"""Positions by which tokens are moved: a few, behind others; many, alone, which tells slow frequencies apart."""
 WRONG = "gives other logits when its tokens are fed in parts"
 
 
+Parts = dict[str, torch.Tensor]
 LayerRotation = tuple[RotationSpec | None, RotationSpec | None]
 Rotations = tuple[tuple[Rotation | None, Rotation | None], ...]
 
@@ -43,6 +45,7 @@ class Probed(Protocol):
         takes_positions: whether its forward takes position ids.
         gives_positions: whether its forward is always given them; the probe sets it.
         has_rows: whether its attention may be given several sequences side by side.
+        max_positions: the longest sequence it takes, 0 where it names none.
     """
 
     model: Any
@@ -51,11 +54,12 @@ class Probed(Protocol):
     takes_positions: bool
     gives_positions: bool
     has_rows: bool
+    max_positions: int
 
     def empty_state(self) -> KVState: ...
 
     def stock(self, ids: Sequence[int]) -> torch.Tensor:
-        """Logits after the last of `ids`, (vocab,), from a plain forward without a cache."""
+        """Logits after the last of `ids`, (1, vocab), from plain transformers without a cache."""
 
     def run(self, ids: Sequence[int], tail: KVTail, **arguments: Any) -> torch.Tensor:
         """Logits after the last of `ids`, (vocab,)."""
@@ -102,6 +106,13 @@ class Findings:
             positions=str(data["positions"]),
             rotations=tuple((_spec(keys), _spec(values)) for keys, values in data["rotations"]),
         )
+
+    def checked(self, model: Probed) -> Findings:
+        """Itself. Raises `ValueError` where it can't be of this model."""
+        names = {spec.frequencies for layer in self.rotations for spec in layer if spec}
+        if len(self.rotations) != len(model.kinds) or not names <= frequencies(model.model).keys():
+            raise ValueError("these findings are of another model")
+        return self
 
 
 def _spec(fields: Sequence[Any] | None) -> RotationSpec | None:
@@ -171,7 +182,7 @@ class Probe:
     def _find_way_to_append(self) -> bool:
         """Settle how the model is called; whether it takes one token at a time only behind a cache."""
         model, failures = self._model, list[str]()
-        expected = model.stock(self._ids)
+        (expected,) = model.stock(self._ids)
         for is_stepwise, takes_mask, gives_positions in itertools.product((False, True), (True, False), (False, True)):
             if gives_positions > model.takes_positions:
                 continue
@@ -270,23 +281,23 @@ class Probe:
         """
         rotations: list[LayerRotation] = [(None, None)] * len(self._model.kinds)
         try:
-            before, after = self._at_two_positions()
+            before, after, delta = self._at_two_positions()
         except Exception:  # noqa: BLE001 - it does not run at other positions; then nothing is claimed
             return rotations, True
         is_absolute = False
         for index, later in after.items():
-            found = [self._rotation(before[index][part], later[part]) for part in ("keys", "values")]
+            found = [self._rotation(before[index][part], later[part], delta) for part in ("keys", "values")]
             rotations[index] = (found[0][0], found[1][0])
             is_absolute |= not all(is_explained for _, is_explained in found)
         return rotations, is_absolute
 
-    def _rotation(self, old: torch.Tensor, new: torch.Tensor) -> tuple[RotationSpec | None, bool]:
+    def _rotation(self, old: torch.Tensor, new: torch.Tensor, delta: int) -> tuple[RotationSpec | None, bool]:
         """What turns one into the other, None for nothing, and whether it does."""
         stayed = difference(new, old)
-        spec = find_rotation(old, new, DELTA, self._frequencies, self._key_tolerance)
+        spec = find_rotation(old, new, delta, self._frequencies, self._key_tolerance)
         if spec is None:
             return None, stayed <= self._key_tolerance
-        turned = difference(new, rotation_of(spec, self._frequencies).shift(old, DELTA))
+        turned = difference(new, rotation_of(spec, self._frequencies).shift(old, delta))
         return (None if stayed <= turned else spec), True
 
     @cached_property
@@ -298,8 +309,8 @@ class Probe:
         state = self.whole[1]
         return [index for index in range(len(state.kinds)) if "keys" in state.parts(index)]
 
-    def _at_two_positions(self) -> list[dict[int, dict[str, torch.Tensor]]]:
-        """The attention layers' tensors of the same tokens at two positions, `DELTA` apart.
+    def _at_two_positions(self) -> tuple[dict[int, Parts], dict[int, Parts], int]:
+        """The attention layers' tensors of the same tokens at two positions, and how far apart these are.
 
         A token alone attends to itself only: whatever its position, every layer is given the very same input, so that
         rounding can't add up from layer to layer, as it does in narrow dtypes until nothing of the keys is the same.
@@ -307,17 +318,17 @@ class Probe:
         layers = self._attention_layers()
         if not self._model.takes_positions:
             state = self.whole[1]
-            return [{index: state.parts(index) for index in layers}, self._behind_hidden(layers)]
-        found = []
-        for at in (0, DELTA):
+            return {index: state.parts(index) for index in layers}, self._behind_hidden(layers), DELTA
+        found, delta = [], min(FAR, (self._model.max_positions or 2 * FAR) // 2)
+        for at in (0, delta):
             with self._model.empty_state().append() as tail:
                 positions = torch.tensor([[at]], device=self._model.model.device)
                 self._model.run(self._ids[:1], tail, position_ids=positions)
                 state = tail.seal()
             found.append({index: state.parts(index) for index in layers})
-        return found
+        return found[0], found[1], delta
 
-    def _behind_hidden(self, layers: Sequence[int]) -> dict[int, dict[str, torch.Tensor]]:
+    def _behind_hidden(self, layers: Sequence[int]) -> dict[int, Parts]:
         """The layers' tensors of all tokens behind `DELTA` others, which are hidden by the mask.
 
         Raises `ValueError` where the mask is what gives positions: then it is not known what they would be with those

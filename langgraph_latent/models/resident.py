@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,13 +25,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from transformers.utils import cached_file
 
 from langgraph_latent.errors import ContextLengthError, HandleError, LatentError, ModelLoadError, UnsupportedLayerError
+from langgraph_latent.folder import config_digest, rope_of, template_digest, text_config, tokenizer_digest
 from langgraph_latent.handle import KVHandle
 from langgraph_latent.kv.rope import frequencies
 from langgraph_latent.kv.state import KVState, KVTail, LayerKind, empty_layers, layer_kinds, rows_cache
 from langgraph_latent.models import compute
 from langgraph_latent.models.answer import AnswerReaders
-from langgraph_latent.models.attention import use_row_attention
-from langgraph_latent.models.digest import weights_digest
+from langgraph_latent.models.attention import STOCK, use_row_attention
+from langgraph_latent.models.digest import Digests, digests
 from langgraph_latent.models.grammar import GrammarCompiler
 from langgraph_latent.models.lora import AdapterWatch
 from langgraph_latent.models.probe import VERSION, Findings, Probe, Rotations, rotations_of, unprobed
@@ -46,11 +46,6 @@ from langgraph_latent.spec import LayerSpec, ModelSpec, StateTensor
 PROBE_WINDOW = 256
 """Sliding windows up to this many tokens are filled by the probe."""
 PROBE_MEMORY = "probes.json"
-NO_IDENTITY = re.compile(
-    r"_name_or_path|transformers_version|architectures|dtype|use_cache|.*_token_id|output_.*|return_dict|id2label|label2id"
-    r"|_attn_implementation.*|initializer_range|quantization_config"
-)
-"""Config fields that do not shape what a model computes from tokens, or are in the identity by another name."""
 
 
 class ModelKey(NamedTuple):
@@ -82,6 +77,7 @@ class ResidentModel:
         cache_argument: the name under which the installed forward takes a cache.
         takes_mask, takes_positions: whether its forward takes an attention mask, and position ids.
         gives_positions: whether it is always given position ids.
+        max_positions: the longest sequence over which a cache stays valid; 0 where the model names none.
         has_rows: whether its attention may be given several sequences side by side.
     """
 
@@ -92,6 +88,7 @@ class ResidentModel:
         name: str,
         weights: str,
         *,
+        sketch: str = "",
         probe: bool = True,
     ) -> None:
         self.model = model
@@ -101,7 +98,8 @@ class ResidentModel:
         self.prompts = PromptWriter(tokenizer, name)
         self._lock = threading.Lock()
         attention = str(model.config.get_text_config()._attn_implementation)
-        self.has_rows = use_row_attention(model)
+        # models that keep more than keys and values choose by the attention's name what they compute
+        self.has_rows = all(kind.name in ("full", "sliding") for kind in self.kinds) and use_row_attention(model)
         self.end_tokens = _end_tokens(model, tokenizer)
         self.answers = AnswerReaders(tokenizer, self.end_tokens)
         parameters = inspect.signature(model.forward).parameters
@@ -112,13 +110,17 @@ class ResidentModel:
                 f"{name!r} ({type(model).__name__}) takes no cache; use a text edge for this model"
             )
         self.takes_mask, self.takes_positions, self.gives_positions = True, "position_ids" in parameters, False
+        text_config = model.config.get_text_config()
+        self.max_positions = _max_positions(text_config, getattr(text_config, "rope_parameters", None) or {})
         states, self.findings = self._probed(name, weights, attention, is_wanted=probe)
         state = states[-1]
         self.devices = [next((tensor.device for tensor in tensors), None) for tensors in state.layers()]
         self.wholes = state.wholes
         self.scheduler = Scheduler(self.forward, MAX_ROWS if self.findings.capabilities.can("batch") else 1)
         self._adapters = AdapterWatch(model)
-        self._specs: dict[tuple[str, ...], ModelSpec] = {(): _spec_of(self, states, name, weights, attention)}
+        self._specs: dict[tuple[str, ...], ModelSpec] = {
+            (): _spec_of(self, states, name, Digests(weights, sketch), attention)
+        }
 
     def _probed(self, name: str, weights: str, attention: str, *, is_wanted: bool) -> tuple[list[KVState], Findings]:
         """States of a few tokens, the longest last, and what is known of the model: remembered or found out now.
@@ -128,11 +130,13 @@ class ResidentModel:
         ids = self._probe_ids()
         probe = Probe(self, ids, name)
         version = (VERSION, transformers.__version__, torch.__version__, self.device.type, attention)
-        key = hashlib.sha256(repr((version, weights, _config_digest(self.model.config), self.model.dtype)).encode())
+        key = hashlib.sha256(
+            repr((version, weights, config_digest(_plain_config(self.model)), self.model.dtype)).encode()
+        )
         memory = Memory(PROBE_MEMORY)
         findings = unprobed(self.kinds) if not is_wanted else None
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            findings = findings or Findings.from_dict(memory.recall(key.hexdigest()))
+            findings = findings or Findings.from_dict(memory.recall(key.hexdigest())).checked(self)
         if findings is None:
             findings = probe.findings()
             memory.remember(key.hexdigest(), findings.to_dict())
@@ -239,9 +243,20 @@ class ResidentModel:
         """One model call on the new tokens of several sequences; logits after the last of each, (rows, vocab)."""
         return self.run(*rows[0])[None] if len(rows) == 1 else self.run_rows(rows)
 
-    def stock(self, ids: Sequence[int]) -> torch.Tensor:
-        """Logits after the last of `ids`, (vocab,), from a plain forward without a cache."""
-        return self._run(None, ids, [len(ids) - 1], use_cache=False)[0]
+    def stock(self, ids: Sequence[int], num_last: int = 1) -> torch.Tensor:
+        """Logits after each of the last ids, (num_last, vocab), by plain transformers: its own attention, no cache."""
+
+        def plainly() -> torch.Tensor:
+            wanted = list(range(len(ids) - num_last, len(ids)))
+            if not self.has_rows:
+                return self._run_here(None, ids, wanted, use_cache=False)
+            self.model.set_attn_implementation(STOCK)
+            try:
+                return self._run_here(None, ids, wanted, use_cache=False)
+            finally:
+                use_row_attention(self.model)
+
+        return compute.run(plainly) if self.device.type == "cpu" else plainly()
 
     def run(self, ids: Sequence[int], tail: KVTail, **arguments: Any) -> torch.Tensor:
         """One model call on one sequence's new tokens; logits after the last, (vocab,). `arguments` go to its forward.
@@ -343,7 +358,8 @@ def _load(key: ModelKey, probe: bool) -> ResidentModel:
         raise
     except Exception as error:  # the one place where loading errors, of whatever kind, become ours
         raise ModelLoadError(f"{key.name!r} can't be loaded as a causal language model: {error}") from error
-    return ResidentModel(model.eval(), tokenizer, key.name, weights_digest(folder), probe=probe)
+    weights, sketch = digests(folder)
+    return ResidentModel(model.eval(), tokenizer, key.name, weights, sketch=sketch, probe=probe)
 
 
 def _folder_of(key: ModelKey) -> Path:
@@ -378,21 +394,21 @@ def _default_dtype(device: str) -> str:
     return "float32" if device == "cpu" else "auto"
 
 
-def _config_digest(config: PreTrainedConfig) -> str:
-    fields = {name: value for name, value in config.to_dict().items() if not NO_IDENTITY.fullmatch(name)}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
-
-
 def _max_positions(config: PreTrainedConfig, rope: dict[str, Any]) -> int:
     """The longest sequence over which a cache stays valid; 0 where the model names none.
 
     With longrope and dynamic scaling, keys written below the original maximum are wrong above it: the frequencies
-    change there.
+    change there. `rope` may hold parameters per layer type.
     """
     longest = int(getattr(config, "max_position_embeddings", 0) or 0)
-    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0)
-    changes = rope.get("rope_type") in ("longrope", "dynamic")
-    return min(longest, int(original)) if changes and original else longest
+    default = getattr(config, "original_max_position_embeddings", 0)
+    scalings = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    originals = [
+        int(scaling.get("original_max_position_embeddings") or default or longest)
+        for scaling in scalings
+        if scaling.get("rope_type") in ("longrope", "dynamic")
+    ]
+    return min([longest, *filter(None, originals)])
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -401,11 +417,15 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
     return frozenset(token for token in ends if token is not None)
 
 
-def _spec_of(resident: ResidentModel, states: Sequence[KVState], name: str, weights: str, attention: str) -> ModelSpec:
+def _plain_config(model: PreTrainedModel) -> dict[str, Any]:
+    return text_config(model.config.to_dict())
+
+
+def _spec_of(
+    resident: ResidentModel, states: Sequence[KVState], name: str, content: Digests, attention: str
+) -> ModelSpec:
     """Read the identity off a loaded model; `states` are those of short runs."""
-    state = states[-1]
-    config = resident.model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None)
+    state, config = states[-1], _plain_config(resident.model)
     tokenizer = resident.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -413,21 +433,22 @@ def _spec_of(resident: ResidentModel, states: Sequence[KVState], name: str, weig
     return ModelSpec(
         name=name,
         architecture=type(resident.model).__name__,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
+        hidden_size=resident.model.config.get_text_config().hidden_size,
+        vocab_size=resident.model.config.get_text_config().vocab_size,
         layers=tuple(
             _layer_spec(kind, *(each.parts(index) for each in states)) for index, kind in enumerate(state.kinds)
         ),
-        rope=json.dumps(rope, sort_keys=True, default=str) if rope else "",
-        config=_config_digest(config),
-        weights=weights,
-        tokenizer=hashlib.sha256(words.encode()).hexdigest(),
-        template=hashlib.sha256(str(tokenizer.chat_template or "").encode()).hexdigest(),
+        rope=rope_of(config),
+        config=config_digest(config),
+        weights=content.weights,
+        sketch=content.sketch,
+        tokenizer=tokenizer_digest(words),
+        template=template_digest(tokenizer.chat_template),
         adapters=(),
         dtype=str(resident.model.dtype).removeprefix("torch."),
         quantization=str(getattr(quantization, "quant_method", "")) if quantization else "",
         attention=attention,
-        max_positions=_max_positions(config, rope or {}),
+        max_positions=resident.max_positions,
         bytes_per_token=sum(
             tensor[0, :, 0].nbytes
             for kind, tensors in zip(state.kinds, state.layers(), strict=True)

@@ -107,9 +107,7 @@ class _Suite:
 
     def _truth(self, ids: Sequence[int], num_last: int) -> torch.Tensor:
         """Stock logits after each of the last tokens, (num_last, vocab)."""
-        with torch.no_grad():
-            logits = self._model.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-        return logits[-num_last:]
+        return self._model.stock(ids, num_last)
 
     def _read(self, ids: Sequence[int]) -> KVState:
         with self._model.empty_state().append(len(ids)) as tail:
