@@ -103,9 +103,14 @@ class RouteDecision:
         reason = f"the cache could not be used: {type(error).__name__}: {error}"
         return RouteDecision(Route.TEXT, Level.TEXT, "failed", reason, self.compatibility)
 
-    def diverged(self, num_reused: int, num_inherited: int) -> RouteDecision:
-        """The decision where the rendered prompt keeps only the first tokens of what is inherited."""
-        reason = f"the template rewrites what is inherited: {num_reused} of {num_inherited} tokens stay"
+    def diverged(self, num_kept: int, num_reused: int, num_inherited: int, crop_refusal: str = "") -> RouteDecision:
+        """The decision where the rendered prompt keeps only the first tokens of what is inherited.
+
+        Fewer are reused than kept where the model's caches can't be cropped; `crop_refusal` says why.
+        """
+        reason = f"the template rewrites what is inherited: {num_kept} of {num_inherited} tokens stay"
+        if crop_refusal and num_reused < num_kept:
+            reason += f", {num_reused} are reused: {crop_refusal}"
         if not num_reused:
             return RouteDecision(Route.TEXT, Level.TEXT, "diverged", reason, self.compatibility)
         return replace(self, code="diverged", reason=reason)

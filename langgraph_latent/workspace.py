@@ -268,7 +268,9 @@ class LatentWorkspace:
         if lead is not root:
             self._report_delivery(request, lead, state, prompt, time.perf_counter() - begin)
         if prompt.num_inherited < lead.num_tokens:
-            edges[0] = edges[0].diverged(min(prompt.num_inherited, state.num_tokens), lead.num_tokens)
+            num_kept, refusal = prompt.num_inherited, spec.capabilities.refusal("crop")
+            num_reused = min(num_kept, state.num_tokens)
+            edges[0] = edges[0].diverged(num_kept, num_reused, lead.num_tokens, refusal)
             lead = root
         decision = max(edges, key=lambda edge: edge.level) if edges else unrouted(state.num_tokens)
         estimated = self.rates(receiver).cost(num_tokens - state.num_tokens, moved.move_bytes if moved else 0)

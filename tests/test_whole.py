@@ -610,7 +610,8 @@ def test_a_prompt_that_leaves_a_recurrent_handle_is_read_anew(
     assert cache_read(second) == 0
     route = second.response_metadata["kv_route"]
     assert (route["route"], route["code"]) == ("text", "diverged")
-    assert f"0 of {handle.num_tokens} tokens" in route["reason"]
+    assert f"{diverged.num_tokens} of {handle.num_tokens} tokens stay, 0 are reused" in route["reason"]
+    assert "kept whole" in route["reason"]
     assert [event.cache_read for event in ws.tracer.events if isinstance(event, Prefilled)][-1] == 0
     assert ws.state_of(handle, chat.resident()).checksum() == before
 
@@ -632,7 +633,7 @@ def test_a_prompt_that_leaves_a_recurrent_handle_goes_on_behind_what_was_read_be
     assert cache_read(second) == report.num_tokens
     route = second.response_metadata["kv_route"]
     assert (route["route"], route["code"]) == ("cache", "diverged")
-    assert f"{report.num_tokens} of {handle.num_tokens} tokens" in route["reason"]
+    assert f"of {handle.num_tokens} tokens stay, {report.num_tokens} are reused" in route["reason"]
     delivered = [event for event in ws.tracer.events if isinstance(event, Delivered)][-1]
     assert delivered.cache_read == report.num_tokens
 
