@@ -106,11 +106,11 @@ class RouteDecision:
     def diverged(self, num_kept: int, num_reused: int, num_inherited: int, crop_refusal: str = "") -> RouteDecision:
         """The decision where the rendered prompt keeps only the first tokens of what is inherited.
 
-        Fewer are reused than kept where the model's caches can't be cropped; `crop_refusal` says why.
+        Fewer are reused than stay where no state ends there and none can be cropped to it; `crop_refusal` says why.
         """
         reason = f"the template rewrites what is inherited: {num_kept} of {num_inherited} tokens stay"
-        if crop_refusal and num_reused < num_kept:
-            reason += f", {num_reused} are reused: {crop_refusal}"
+        if num_reused < num_kept:
+            reason += f", {num_reused} are reused" + (f": {crop_refusal}" if crop_refusal else "")
         if not num_reused:
             return RouteDecision(Route.TEXT, Level.TEXT, "diverged", reason, self.compatibility)
         return replace(self, code="diverged", reason=reason)

@@ -737,7 +737,7 @@ def test_a_sliding_cache_without_its_past_says_what_of_it_is_not_reused(
     assert 24 < diverged.num_tokens < rewritten.num_tokens
     route = reply.response_metadata["kv_route"]
     assert (cache_read(reply), route["route"], route["code"]) == (0, "text", "diverged")
-    assert f"0 of {rewritten.num_tokens} tokens" in route["reason"]
+    assert f"of {rewritten.num_tokens} tokens stay, 0 are reused" in route["reason"]
     assert [event.cache_read for event in ws.tracer.events if isinstance(event, Prefilled)] == [kept.num_tokens, 0]
     assert reply.text == alone(chat, [question, other])
 
