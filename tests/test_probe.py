@@ -296,6 +296,17 @@ def test_a_model_that_is_wrong_past_its_window_is_refused(load: Load) -> None:
         load(model, "wrong")
 
 
+@pytest.mark.parametrize("window", [300, 3000])
+def test_a_window_too_wide_to_be_filled_is_made_narrow_for_the_probe(window: int, load: Load) -> None:
+    with pytest.raises(UnsupportedLayerError, match="past its sliding window"):
+        load(toy("moshi", sliding_window=window))
+    fine = toy("mistral", sliding_window=window)
+    model = load(fine)
+    assert {kind.window for kind in model.kinds} == {window}
+    assert fine.config.sliding_window == window
+    assert not any(getattr(module, "sliding_window", window) != window for module in fine.modules())
+
+
 def test_a_model_that_ignores_position_ids_loses_batch(load: Load) -> None:
     """It places tokens behind those of its cache, whatever it is told: rows side by side are at wrong positions."""
     model = toy()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -21,12 +21,14 @@ from langgraph_latent.kv.rope import Rotation, RotationSpec, find_rotation, freq
 from langgraph_latent.kv.state import KVState, KVTail, LayerKind
 from langgraph_latent.spec import Capabilities
 
-VERSION = 7
+VERSION = 8
 """Of the probe's claims: remembered findings of another version are not believed."""
 TOLERANCE, NARROW_TOLERANCE = 2e-5, 2e-1
 """Largest relative difference of logits; the second for dtypes of two bytes and less."""
 KEY_TOLERANCE, NARROW_KEY_TOLERANCE = 1e-4, 1e-1
 """The same of keys that are moved."""
+NARROW = 6
+"""Tokens of a window that is made narrow to be filled."""
 DELTA, FAR = 5, 97
 """Positions by which tokens are moved: a few, behind others; many, alone, which tells slow frequencies apart."""
 WRONG = "gives other logits when its tokens are fed in parts"
@@ -196,10 +198,26 @@ class Probe:
                     "text edge for this model."
                 )
             if not failure:
+                self._check_wide_windows(is_stepwise)
                 return is_stepwise
             failures.append(failure)
         told = next((failure for failure in failures if failure.startswith(WRONG)), failures[0])
         raise UnsupportedLayerError(f"{self._name} {told}")
+
+    def _check_wide_windows(self, is_stepwise: bool) -> None:
+        """Ask the same of windows that the tokens don't fill, made narrow for as long: some models are wrong past them.
+
+        Raises `UnsupportedLayerError`.
+        """
+        wide = {kind.window for kind in self._model.kinds if kind.window >= len(self._ids)}
+        if not wide:
+            return
+        at_width = self.__dict__.pop("whole")
+        with narrowed(self._model, wide):
+            failure = self._refuse_append(self._model.stock(self._ids)[0], is_stepwise)
+        self.__dict__["whole"] = at_width
+        if failure:
+            raise UnsupportedLayerError(f"{self._name} {failure}; that is so past its sliding window")
 
     def _refuse_append(self, expected: torch.Tensor, is_stepwise: bool) -> str:
         num_tokens, num_single = len(self._ids), 8 if any(self._model.empty_state().wholes) else 2
@@ -412,6 +430,28 @@ class _Position(NamedTuple):
 def rotations_of(specs: Sequence[LayerRotation], known: Mapping[str, torch.Tensor]) -> Rotations:
     """Per layer the rotation of its keys and of its values; None where they carry no position."""
     return tuple((keys and rotation_of(keys, known), values and rotation_of(values, known)) for keys, values in specs)
+
+
+@contextlib.contextmanager
+def narrowed(model: Probed, wide: Collection[int]) -> Iterator[None]:
+    """A model whose windows of these many tokens are `NARROW` ones, in its config, its modules and its cache layers."""
+    config, kinds = model.model.config, model.kinds
+    owners = [config, config.get_text_config(), *model.model.modules()]
+    changed = [
+        (owner, name, value)
+        for owner in {id(owner): owner for owner in owners}.values()
+        for name, value in vars(owner).items()
+        if isinstance(value, int) and value in wide and ("window" in name or "chunk" in name)
+    ]
+    try:
+        for owner, name, _ in changed:
+            setattr(owner, name, NARROW)
+        model.kinds = tuple(kind._replace(window=NARROW) if kind.window in wide else kind for kind in kinds)
+        yield
+    finally:
+        for owner, name, value in changed:
+            setattr(owner, name, value)
+        model.kinds = kinds
 
 
 def moved_behind(start: KVState, block: KVState, rotations: Rotations) -> KVState:

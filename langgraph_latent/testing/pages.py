@@ -17,8 +17,7 @@ HEAD = """# Models
 What is promised of each model type's caches, tested on a tiny random model of every causal language model type that
 transformers {transformers} ships (torch {torch}, float32, CPU). Each "works" is a comparison with one stock forward
 over all tokens without a cache, to 1e-4 of the largest logit; each "no" is a refusal that is known when the model is
-loaded, with its reason below the table. Sliding windows of these models are 20 tokens; the probe of a model that is
-loaded fills windows of up to 256. Made by
+loaded, with its reason below the table. Sliding windows of these models are 20 tokens. Made by
 
     python -m langgraph_latent.testing --markdown docs/models.md
 
