@@ -85,8 +85,8 @@ class ChatLatent(BaseChatModel):
             call too.
         streaming: `invoke` streams internally, for callbacks that want tokens.
         reuse: False prefills every prompt from its first token; for comparisons.
-        probe: False loads without the probe of a few tokens that finds out what the model's caches can do; then nothing
-            is promised that needs a proof. It counts for whoever loads the model first.
+        probe: False loads without the probe of a few tokens that finds out what the model's caches can do. Then moving,
+            thinking and batching are refused, unless an earlier probe is remembered. It counts for whoever loads first.
         revision, dtype, device: passed to transformers; "auto" takes the accelerator where there is one (the
             checkpoint's own dtype), else the CPU (float32).
     """

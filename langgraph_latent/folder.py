@@ -152,7 +152,7 @@ def folder_spec(name: str | Path, watch: Watch | None = None) -> ModelSpec:
         dtype=dtype,
         quantization=str(quantization.get("quant_method") or "unnamed") if quantization else "",
         attention="",
-        max_positions=_max_positions(config, rope),
+        max_positions=max_positions_of(config),
         bytes_per_token=sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * _itemsize(dtype),
         capabilities=_capabilities(config, layers, rope),
         sketch=weights.sketch,
@@ -279,12 +279,20 @@ def _rope(given: Config, config: Config) -> dict[str, Any]:
     return rope
 
 
-def _max_positions(config: Config, rope: str) -> int:
-    """The longest sequence over which a cache stays valid; longrope changes its frequencies at the original maximum."""
+def max_positions_of(config: Config) -> int:
+    """The longest sequence over which a cache stays valid; 0 where a config names none.
+
+    With longrope and dynamic scaling, keys written below the original maximum are wrong above it: the frequencies
+    change there. Rope parameters may be given per layer type.
+    """
     longest = int(config.get("max_position_embeddings") or 0)
-    parameters = json.loads(rope or "{}")
-    original = int(parameters.get("original_max_position_embeddings") or 0)
-    return min(longest, original) if parameters.get("rope_type") == "longrope" and original else longest
+    given = json.loads(rope_of(config) or "{}")
+    originals = (
+        int(rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings") or longest)
+        for rope in (given, *given.values())
+        if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic")
+    )
+    return min(filter(None, (longest, *originals)), default=0)
 
 
 def _plain(value: Any) -> Any:

@@ -121,7 +121,7 @@ class LatentWorkspace:
         self._model_users: Counter[ModelKey] = Counter()
         self._specs: dict[str, ModelSpec] = {}
         self._compared: dict[tuple[str, str], Compatibility] = {}
-        self._twins: set[str] = set()  # identities of models that ran here in more than one place
+        self._twins: set[str] = set()  # weights that were loaded here more than once, maybe on several devices
         self._meters: weakref.WeakKeyDictionary[ResidentModel, RateMeter] = weakref.WeakKeyDictionary()
         self._recipes = RecipeBook()
         self._lock = threading.RLock()
@@ -151,8 +151,8 @@ class LatentWorkspace:
         begin = time.perf_counter()
         model = resident.acquire(key, probe=probe)
         self._models[key] = model
-        if model.spec.identity in self._specs:
-            self._twins.add(model.spec.identity)
+        if any(spec.weights == model.spec.weights for spec in self._specs.values()):
+            self._twins.add(model.spec.weights)
         self._specs[model.spec.identity] = model.spec
         self._meters.setdefault(model, RateMeter())
         self.emit(
@@ -424,13 +424,13 @@ class LatentWorkspace:
         try:
             blob = codec.read_file(Path(source), receiver.spec) if isinstance(source, str | Path) else bytearray(source)
             handle, state = codec.decode(blob, receiver.spec, receiver.wholes)
-            state, _ = self._move(state, receiver, origin)
         except CodecError as error:
             self.emit(Refused(origin=origin, reason=str(error)))
             raise
         self.check(handle)
         receiver.check_vocabulary(handle)
         self._known_spec(receiver)
+        state, _ = self._move(state, receiver, origin)
         self.keep(handle, state, origin)
         self.emit(
             Ingested(
@@ -483,7 +483,8 @@ class LatentWorkspace:
     def _known_spec(self, receiver: ResidentModel) -> ModelSpec:
         """A model's spec with the adapters that are active now, kept under its identity."""
         spec = receiver.spec
-        return self._specs.setdefault(spec.identity, spec)
+        self._specs.setdefault(spec.identity, spec)
+        return spec
 
     def _route(
         self,
@@ -533,7 +534,7 @@ class LatentWorkspace:
 
     def _kept(self, handle: KVHandle, spec: ModelSpec, receiver: ResidentModel | None) -> tuple[int, int]:
         """How many of a handle's tokens are in the pool, and the bytes of them that the receiver would have to move."""
-        if self.pool.has(handle.id) and handle.model not in self._twins:  # the usual case needs no search
+        if self.pool.has(handle.id) and spec.weights not in self._twins:  # the usual case needs no search
             return handle.num_tokens - _num_pending(handle), 0
         found = self._find(handle.model, handle.tokens, handle.num_tokens)
         if found is None:
@@ -568,8 +569,8 @@ class LatentWorkspace:
             return state, None
         begin = time.perf_counter()
         state = state.to(receiver.devices)
-        for tensor in state.layer(len(state.kinds) - 1):
-            tensor.flatten()[:1].cpu()  # waits for the device
+        for tensor in {tensor.device: tensor for layer in state.layers() for tensor in layer}.values():
+            tensor[..., :1].cpu()  # waits for the device
         seconds = time.perf_counter() - begin
         if meter := self._meters.get(receiver):
             meter.add_move(nbytes, seconds)
@@ -587,7 +588,7 @@ class LatentWorkspace:
 
     def _bytes_elsewhere(self, state: KVState, spec: ModelSpec, receiver: ResidentModel) -> int:
         """Bytes of a kept state that are on other devices than the receiver's."""
-        return _bytes_elsewhere(state, receiver) if spec.identity in self._twins else 0
+        return _bytes_elsewhere(state, receiver) if spec.weights in self._twins else 0
 
     def _find(self, model: str, tokens: bytes, limit: int) -> KVState | None:
         return self.pool.longest_prefix(Namespace(model, self.tenant), tokens, limit)

@@ -122,3 +122,10 @@ def test_a_cache_made_without_an_adapter_is_not_attended_to_with_one(
     assert blob is not None
     enable(adapted, False)
     assert tiny_chat.invoke("and then?", inherit=handle).usage_metadata["input_token_details"]["cache_read"] > 0
+
+
+def test_an_adapter_that_peft_puts_in_by_itself_is_seen(tiny_chat: ChatLatent, adapted: Any) -> None:
+    plain = tiny_chat.spec.identity
+    torch.manual_seed(3)
+    peft.get_peft_model(adapted, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    assert tiny_chat.spec.identity != plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,25 +20,39 @@ class AdapterWatch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._seen: object = None
-        self._digests: tuple[str, ...] = ()
+        self._known: tuple[list[Any], tuple[str, ...]] = ([], ())
 
     def active(self) -> tuple[str, ...]:
         """A digest per active adapter; () where there is none, or all are disabled.
 
         Read again only after an adapter was loaded, switched, scaled or written to.
         """
-        if not getattr(self._model, "_hf_peft_config_loaded", False):
+        if "peft" not in sys.modules:  # whoever adapts a model has imported it
             return ()
         layers = dict(_adapted_layers(self._model))
         now = [
-            (name, adapter, _scaling(layer, adapter), [(id(part), part._version) for _, part in _parts(layer, adapter)])
+            (name, adapter, _scaling(layer, adapter), _Same(part), part._version)
             for name, (layer, adapters) in layers.items()
             for adapter in adapters
+            for _, part in _parts(layer, adapter)
         ]
-        if now != self._seen:
-            self._seen, self._digests = now, _digests(layers)
-        return self._digests
+        seen, digests = self._known
+        if now != seen:
+            digests = _digests(layers)
+            self._known = (now, digests)
+        return digests
+
+
+class _Same:
+    """Equal for one and the same tensor only, whatever it holds; keeps it, so that no other takes its place."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._tensor is self._tensor
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, tuple[Any, list[str]]]]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +32,8 @@ NARROW = 6
 """Tokens of a window that is made narrow to be filled."""
 DELTA, FAR = 5, 97
 """Positions by which tokens are moved: a few, behind others; many, alone, which tells slow frequencies apart."""
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+"""Says nothing about a model."""
 WRONG = "gives other logits when its tokens are fed in parts"
 
 
@@ -192,6 +195,8 @@ class Probe:
             self.__dict__.pop("whole", None)
             try:
                 failure = self._refuse_append(expected, is_stepwise)
+            except OUT_OF_MEMORY:
+                raise
             except Exception as caught:  # noqa: BLE001 - whatever a model class does with a cache that it does not know
                 failure = (
                     f"does not run over transformers' cache layers for it: {type(caught).__name__}: {caught}. Use a "
@@ -251,10 +256,12 @@ class Probe:
 
     # -- crop, batch, think -----------------------------------------------------------------------------------------
 
-    def _tried(self, refuse: Any) -> str:
+    def _tried(self, refuse: Callable[[], str]) -> str:
         """The reason for a refusal, "" for none; a claim that raises is refused with its error."""
         try:
-            return str(refuse())
+            return refuse()
+        except OUT_OF_MEMORY:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a model class does with a call that it does not expect
             return f"its forward raises {type(error).__name__}: {str(error)[:200]}"
 
@@ -300,6 +307,8 @@ class Probe:
         rotations: list[LayerRotation] = [(None, None)] * len(self._model.kinds)
         try:
             before, after, delta = self._at_two_positions()
+        except OUT_OF_MEMORY:
+            raise
         except Exception:  # noqa: BLE001 - it does not run at other positions; then nothing is claimed
             return rotations, True
         is_absolute = False
@@ -474,9 +483,10 @@ def moved_behind(start: KVState, block: KVState, rotations: Rotations) -> KVStat
 
 
 def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value; not a number where either has one."""
+    """The largest difference, relative to the largest value; infinite where either holds what is no number."""
     expected, actual = expected.float(), actual.float()
-    return float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-6))
+    error = float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-6))
+    return math.inf if math.isnan(error) else error
 
 
 def _is_written(state: KVState) -> bool:

@@ -21,11 +21,18 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from langgraph_latent.errors import ContextLengthError, HandleError, LatentError, ModelLoadError, UnsupportedLayerError
-from langgraph_latent.folder import config_digest, rope_of, template_digest, text_config, tokenizer_digest
+from langgraph_latent.folder import (
+    config_digest,
+    max_positions_of,
+    rope_of,
+    template_digest,
+    text_config,
+    tokenizer_digest,
+)
 from langgraph_latent.handle import KVHandle
 from langgraph_latent.kv.rope import frequencies
 from langgraph_latent.kv.state import KVState, KVTail, LayerKind, empty_layers, layer_kinds, rows_cache
@@ -96,7 +103,7 @@ class ResidentModel:
         self.kinds = layer_kinds(model.config)
         self._empty_layers = empty_layers(model.config)
         self.prompts = PromptWriter(tokenizer, name)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         attention = str(model.config.get_text_config()._attn_implementation)
         # models that keep more than keys and values choose by the attention's name what they compute
         self.has_rows = all(kind.name in ("full", "sliding") for kind in self.kinds) and use_row_attention(model)
@@ -110,8 +117,7 @@ class ResidentModel:
                 f"{name!r} ({type(model).__name__}) takes no cache; use a text edge for this model"
             )
         self.takes_mask, self.takes_positions, self.gives_positions = True, "position_ids" in parameters, False
-        text_config = model.config.get_text_config()
-        self.max_positions = _max_positions(text_config, getattr(text_config, "rope_parameters", None) or {})
+        self.max_positions = max_positions_of(_plain_config(model))
         states, self.findings = self._probed(name, weights, attention, is_wanted=probe)
         state = states[-1]
         self.devices = [next((tensor.device for tensor in tensors), None) for tensors in state.layers()]
@@ -130,16 +136,16 @@ class ResidentModel:
         ids = self._probe_ids()
         probe = Probe(self, ids, name)
         version = (VERSION, transformers.__version__, torch.__version__, self.device.type, attention)
-        key = hashlib.sha256(
-            repr((version, weights, config_digest(_plain_config(self.model)), self.model.dtype)).encode()
-        )
-        memory = Memory(PROBE_MEMORY)
-        findings = unprobed(self.kinds) if not is_wanted else None
+        config = _plain_config(self.model)
+        shape = (config_digest(config), rope_of(config), self.kinds, self.max_positions, self.model.dtype)
+        key = hashlib.sha256(repr((version, weights, shape)).encode()).hexdigest()
+        memory, findings = Memory(PROBE_MEMORY), None
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            findings = findings or Findings.from_dict(memory.recall(key.hexdigest())).checked(self)
-        if findings is None:
+            findings = Findings.from_dict(memory.recall(key)).checked(self)
+        if findings is None and is_wanted:
             findings = probe.findings()
-            memory.remember(key.hexdigest(), findings.to_dict())
+            memory.remember(key, findings.to_dict())
+        findings = findings or unprobed(self.kinds)
         self.takes_mask, self.gives_positions = findings.takes_mask, findings.gives_positions
         states = [probe.whole[1]]
         if any(states[0].wholes):
@@ -177,7 +183,7 @@ class ResidentModel:
 
     def check_length(self, num_tokens: int) -> None:
         """Raise `ContextLengthError` where a sequence of `num_tokens` is longer than the model takes."""
-        if self.spec.max_positions and num_tokens > self.spec.max_positions:
+        if self.max_positions and num_tokens > self.max_positions:
             raise ContextLengthError(
                 f"the prompt has {num_tokens} tokens, but {self.spec.name!r} takes at most {self.spec.max_positions}; "
                 "shorten the messages, inherit less, or use a model with a longer context"
@@ -227,8 +233,8 @@ class ResidentModel:
 
         The last token yielded is not in the cache: it is the pending one, fed by whoever goes on.
         """
-        if self.spec.max_positions:
-            limit = min(limit, self.spec.max_positions - tail.num_tokens)
+        if self.max_positions:
+            limit = min(limit, self.max_positions - tail.num_tokens)
         with self._in(lane) as lane:
             for remaining in range(limit, 0, -1):
                 token = sampler.pick(logits)
@@ -248,13 +254,14 @@ class ResidentModel:
 
         def plainly() -> torch.Tensor:
             wanted = list(range(len(ids) - num_last, len(ids)))
-            if not self.has_rows:
-                return self._run_here(None, ids, wanted, use_cache=False)
-            self.model.set_attn_implementation(STOCK)
-            try:
-                return self._run_here(None, ids, wanted, use_cache=False)
-            finally:
-                use_row_attention(self.model)
+            with self._lock:
+                if self.has_rows:
+                    self.model.set_attn_implementation(STOCK)
+                try:
+                    return self._run_here(None, ids, wanted, use_cache=False)
+                finally:
+                    if self.has_rows:
+                        use_row_attention(self.model)
 
         return compute.run(plainly) if self.device.type == "cpu" else plainly()
 
@@ -392,23 +399,6 @@ def _default_device() -> str:
 def _default_dtype(device: str) -> str:
     """The checkpoint's own dtype on an accelerator; float32 on a CPU, where narrower types are slower."""
     return "float32" if device == "cpu" else "auto"
-
-
-def _max_positions(config: PreTrainedConfig, rope: dict[str, Any]) -> int:
-    """The longest sequence over which a cache stays valid; 0 where the model names none.
-
-    With longrope and dynamic scaling, keys written below the original maximum are wrong above it: the frequencies
-    change there. `rope` may hold parameters per layer type.
-    """
-    longest = int(getattr(config, "max_position_embeddings", 0) or 0)
-    default = getattr(config, "original_max_position_embeddings", 0)
-    scalings = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    originals = [
-        int(scaling.get("original_max_position_embeddings") or default or longest)
-        for scaling in scalings
-        if scaling.get("rope_type") in ("longrope", "dynamic")
-    ]
-    return min([longest, *filter(None, originals)])
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
