@@ -63,7 +63,7 @@ class Compatibility:
 def compare(a: ModelSpec, b: ModelSpec) -> Compatibility:
     """Compare a sender's model with a receiver's, field by field.
 
-    * EXACT: equal identity, with weights that are known.
+    * EXACT: equal identity, with weights and a tokenizer that are known.
     * SIBLING: equal geometry and tokenizer. The same weights in another dtype, quantisation, attention implementation
       or under another chat template; other weights or adapters; or weights that are not known.
     * TEXT: anything else.
@@ -71,7 +71,7 @@ def compare(a: ModelSpec, b: ModelSpec) -> Compatibility:
     What the receiver's caches can't do is in the notes and does not change the level: it is a fact about one model, and
     the router weighs it.
     """
-    if a.identity == b.identity and a.weights:
+    if a.identity == b.identity and a.weights and a.tokenizer:
         differences: tuple[Difference, ...] = ()
     else:
         differences = tuple(_differences(a, b))
@@ -86,7 +86,8 @@ def _differences(a: ModelSpec, b: ModelSpec) -> Iterator[Difference]:
     for field in fields(ModelSpec):
         name = field.name
         ours, theirs = getattr(a, name), getattr(b, name)
-        if name not in NO_IDENTITY and (ours != theirs or (name == "weights" and not ours)):
+        is_unknown = not ours and (name == "weights" or (name == "tokenizer" and bool(a.weights)))
+        if name not in NO_IDENTITY and (ours != theirs or is_unknown):
             yield Difference(name, *(_short(name, value) for value in (ours, theirs)))
 
 

@@ -115,13 +115,123 @@ IN_OTHER_FIELDS = {
 """Fields that a spec holds as geometry and rope."""
 
 
+ON_BY_DEFAULT = frozenset(
+    [
+        "adapter_reuse_layer_norm",
+        "add_out_norm",
+        "altup_correct_scale",
+        "attention_softmax_in_fp32",
+        "attn_temperature_tuning",
+        "axial_pos_embds",
+        "block_auto_adjust_ff_dim",
+        "concat_input",
+        "decoder_bias",
+        "do_layer_norm_before",
+        "enable_bias",
+        "enable_moe_fp32_combine",
+        "enable_pronunciation",
+        "enable_shape",
+        "gating",
+        "gelu_activation",
+        "is_encoder",
+        "kda_safe_gate",
+        "layer_norm_elementwise_affine",
+        "layernorm_embedding",
+        "learned_pos_emb",
+        "linear_allow_neg_eigval",
+        "ln_before_adapter",
+        "mamba_conv_bias",
+        "mamba_norm_before_gate",
+        "moe_renormalize",
+        "moe_shared_expert_overlap",
+        "mtp_hidden_states_first",
+        "multi_query",
+        "no_bias",
+        "norm_reduction_force_float32",
+        "parallel_attn",
+        "patch_in_forward",
+        "prefix_lm",
+        "qkv_bias",
+        "return_last_states",
+        "rope_interleave",
+        "scale_attention_softmax_in_fp32",
+        "scale_attn_weights",
+        "share_encoder_decoder_embeddings",
+        "shared_expert_sink",
+        "use_associative_scan",
+        "use_attention_gate",
+        "use_conv_bias",
+        "use_expert_bias",
+        "use_lang_emb",
+        "use_learned_position_embeddings",
+        "use_mamba_kernels",
+        "use_mems_eval",
+        "use_post_norm",
+        "use_sandwich_norm",
+    ]
+)
+"""Switches that every model type of transformers which has them turns on where a config is silent."""
+ON_BY_DEFAULT_IN: Mapping[str, frozenset[str]] = {
+    "attention_bias": frozenset(["glm", "glm4", "gpt_neox", "gpt_oss", "jais2", "seed_oss"]),
+    "mlp_bias": frozenset(["jais2"]),
+    "norm_topk_prob": frozenset(
+        [
+            "axk1",
+            "axk2",
+            "beam",
+            "cohere2_moe",
+            "deepseek_v3",
+            "deepseek_v32",
+            "deepseek_v4",
+            "dots3_note_text",
+            "exaone_moe",
+            "flint",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "hy_v4",
+            "lara_mini",
+            "lfm2_moe",
+            "mellum",
+            "mimo_v2_flash",
+            "nemotron_h",
+            "qwen3_next",
+            "qwen4_exp_text",
+            "sarvam_mla",
+            "sarvam_moe",
+            "solar_open",
+        ]
+    ),
+    "qk_layernorm": frozenset(["persimmon"]),
+    "rescale_prenorm_residual": frozenset(["nemotron_h"]),
+    "residual_in_fp32": frozenset(["falcon_mamba", "mamba", "mamba2"]),
+    "scale_embedding": frozenset(["bigbird_pegasus", "biogpt", "plbart", "xglm"]),
+    "use_bias": frozenset(["big_bird", "starcoder2"]),
+    "use_parallel_residual": frozenset(["gpt_neox"]),
+    "use_qk_norm": frozenset(["llama4_text", "sarvam_moe"]),
+}
+"""The same for switches that only some types turn on: name -> those types."""
+
+UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError, RecursionError, OSError)
+"""What a config raises whose fields are not what they are in any config."""
+
+
 def folder_spec(name: str | Path, watch: Watch | None = None) -> ModelSpec:
     """The spec of a folder made by save_pretrained(), of a hub id that is on disk, or of a config file.
 
     `watch` is told how far the hashing of weights is. What the files don't tell is "": a config file alone leaves
     weights, tokenizer and template unknown. Raises `ModelLoadError` where there is no such model, or a damaged one.
     """
-    path = find(str(name))
+    try:
+        return _spec(str(name), watch)
+    except UNREADABLE as error:
+        raise ModelLoadError(
+            f"{str(name)[:200]!r} can't be read as a model: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _spec(name: str, watch: Watch | None) -> ModelSpec:
+    path = find(name)
     folder = path.parent
     is_alone = Path(name).expanduser().is_file()
     outer = _read_json(path)
@@ -138,7 +248,7 @@ def folder_spec(name: str | Path, watch: Watch | None = None) -> ModelSpec:
     rope = rope_of(config)
     weights = digests(folder, watch) if files else Digests("", "")
     return ModelSpec(
-        name=str(name),
+        name=name,
         architecture=str((outer.get("architectures") or [outer.get("model_type") or "unknown"])[0]),
         hidden_size=int(config["hidden_size"]),
         vocab_size=int(config.get("vocab_size") or 0),
@@ -150,7 +260,7 @@ def folder_spec(name: str | Path, watch: Watch | None = None) -> ModelSpec:
         template="" if is_alone else _template_of(folder),
         adapters=(),
         dtype=dtype,
-        quantization=str(quantization.get("quant_method") or "unnamed") if quantization else "",
+        quantization=quantization_of(quantization),
         attention="",
         max_positions=max_positions_of(config),
         bytes_per_token=sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * _itemsize(dtype),
@@ -232,21 +342,26 @@ def text_config(config: Config) -> dict[str, Any]:
 def config_digest(config: Config) -> str:
     """SHA-256 of what shapes the model's numbers and is in no other field of a spec.
 
-    What is absent, null, false or empty is the same: transformers of different times write one or the other. Equal for
-    a config file and for the config that transformers makes of it, `config_digest(text_config(config.to_dict()))`.
+    What is absent, null, empty or a switch at its default is the same: transformers of different times write one or
+    the other. Equal for a config file and for the config that transformers makes of it,
+    `config_digest(text_config(config.to_dict()))`.
     """
     fields = {
         name: value
         for name, value in config.items()
-        if name not in IN_OTHER_FIELDS and not NOT_COMPUTED.fullmatch(name) and not _is_nothing(name, value)
+        if name not in IN_OTHER_FIELDS
+        and not NOT_COMPUTED.fullmatch(name)
+        and not _is_nothing(name, value, str(config.get("model_type")))
     }
     return _sha256(json.dumps(_plain(fields), sort_keys=True, default=str))
 
 
-def _is_nothing(name: str, value: object) -> bool:
-    if name == "tie_word_embeddings":  # the one field of old configs that is true where it is absent
-        return bool(value)
-    return value is None or value is False or value == {} or value == []
+def _is_nothing(name: str, value: object, model_type: str) -> bool:
+    """Whether a field says no more than a config without it."""
+    if isinstance(value, bool):
+        is_on = name == "tie_word_embeddings" or name in ON_BY_DEFAULT or model_type in ON_BY_DEFAULT_IN.get(name, ())
+        return value is is_on
+    return value is None or value == {} or value == []
 
 
 def rope_of(config: Config) -> str:
@@ -279,6 +394,15 @@ def _rope(given: Config, config: Config) -> dict[str, Any]:
     return rope
 
 
+def quantization_of(settings: Config) -> str:
+    """How weights are quantised: the method, and a digest of all its settings; "" where they are not."""
+    if not settings:
+        return ""
+    told = {name: value for name, value in settings.items() if not name.startswith("_")}
+    digest = _sha256(json.dumps(_plain(told), sort_keys=True, default=str))
+    return f"{settings.get('quant_method') or 'unnamed'} {digest[:8]}"
+
+
 def max_positions_of(config: Config) -> int:
     """The longest sequence over which a cache stays valid; 0 where a config names none.
 
@@ -298,6 +422,8 @@ def max_positions_of(config: Config) -> int:
 def _plain(value: Any) -> Any:
     """Data in which 1 and 1.0 are written alike."""
     if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:  # how transformers writes an infinite number
+            return float(value["__float__"])
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

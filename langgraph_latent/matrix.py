@@ -163,7 +163,8 @@ def to_terminal(matrix: Matrix) -> Group:
         )
         for pair, level, why in _lines(matrix)
     ]
-    return Group(table, *legend, *([Text("")] if lines else []), *lines)
+    hint = Text("Whether a model's caches can be continued at all: langgraph-latent probe MODEL", "dim")
+    return Group(table, *legend, *([Text("")] if lines else []), *lines, hint)
 
 
 def _word(level: Level) -> str:

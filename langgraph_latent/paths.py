@@ -40,6 +40,6 @@ class Memory:
     def _all(self) -> dict[str, Any]:
         try:
             known = json.loads((cache_dir() / self._file).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return known if isinstance(known, dict) else {}

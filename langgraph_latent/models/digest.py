@@ -87,6 +87,8 @@ def digests(folder: Path, watch: Watch | None = None) -> Digests:
         raise ModelLoadError(
             f"{folder} holds no *.safetensors file, and weights are never un-pickled; save it with save_pretrained()"
         )
+    if not any(stored_tensors(file) for file in files):
+        raise ModelLoadError(f"the *.safetensors files in {folder} hold no tensors")
     return Digests(*remembered("weights", files, 2, lambda: _digests_of(files, watch)))
 
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from langgraph_latent.errors import UnsupportedLayerError
-from langgraph_latent.kv.rope import Rotation, RotationSpec, find_rotation, frequencies, rotation_of
+from langgraph_latent.kv.rope import LAYOUTS, Rotation, RotationSpec, find_rotation, frequencies, rotation_of
 from langgraph_latent.kv.state import KVState, KVTail, LayerKind
-from langgraph_latent.spec import Capabilities
+from langgraph_latent.spec import CAPABILITIES, Capabilities
 
 VERSION = 8
 """Of the probe's claims: remembered findings of another version are not believed."""
@@ -104,10 +104,10 @@ class Findings:
     def from_dict(cls, data: Mapping[str, Any]) -> Findings:
         """Raises `KeyError`, `TypeError` or `ValueError` for what `to_dict` did not make."""
         return cls(
-            takes_mask=bool(data["takes_mask"]),
-            gives_positions=bool(data["gives_positions"]),
-            is_stepwise=bool(data["is_stepwise"]),
-            refusals=tuple((str(name), str(reason)) for name, reason in data["refusals"]),
+            takes_mask=_flag(data["takes_mask"]),
+            gives_positions=_flag(data["gives_positions"]),
+            is_stepwise=_flag(data["is_stepwise"]),
+            refusals=tuple(map(_refusal, data["refusals"])),
             positions=str(data["positions"]),
             rotations=tuple((_spec(keys), _spec(values)) for keys, values in data["rotations"]),
         )
@@ -121,7 +121,25 @@ class Findings:
 
 
 def _spec(fields: Sequence[Any] | None) -> RotationSpec | None:
-    return None if fields is None else RotationSpec(*fields)
+    if fields is None:
+        return None
+    spec = RotationSpec(*fields)
+    if spec.layout not in LAYOUTS or type(spec.begin) is not int or spec.begin < 0 or spec.direction not in (1, -1):
+        raise ValueError(f"{spec} is no rotation")
+    return spec
+
+
+def _refusal(fields: Sequence[Any]) -> tuple[str, str]:
+    name, reason = fields
+    if name not in CAPABILITIES or not isinstance(reason, str):
+        raise ValueError(f"{fields} is no refusal")
+    return name, reason
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
 
 
 def unprobed(kinds: Sequence[LayerKind]) -> Findings:

@@ -28,6 +28,7 @@ from langgraph_latent.errors import ContextLengthError, HandleError, LatentError
 from langgraph_latent.folder import (
     config_digest,
     max_positions_of,
+    quantization_of,
     rope_of,
     template_digest,
     text_config,
@@ -419,7 +420,7 @@ def _spec_of(
     tokenizer = resident.tokenizer
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    quantization = getattr(resident.model.config, "quantization_config", None)
+    quantization = resident.model.config.to_dict().get("quantization_config") or {}
     return ModelSpec(
         name=name,
         architecture=type(resident.model).__name__,
@@ -436,7 +437,7 @@ def _spec_of(
         template=template_digest(tokenizer.chat_template),
         adapters=(),
         dtype=str(resident.model.dtype).removeprefix("torch."),
-        quantization=str(getattr(quantization, "quant_method", "")) if quantization else "",
+        quantization=quantization_of(quantization),
         attention=attention,
         max_positions=resident.max_positions,
         bytes_per_token=sum(
