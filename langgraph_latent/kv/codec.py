@@ -177,7 +177,7 @@ def _decode(blob: memoryview, spec: ModelSpec, wholes: Sequence[Any]) -> Decoded
 
 
 def _expected_tensors(layer: LayerSpec, length: int, dtype: str) -> tuple[StateTensor, ...]:
-    if layer.kind not in ("full", "sliding", "chunked"):
+    if not LayerKind(layer.kind).has_tokens:
         return layer.tensors
     return (
         StateTensor("keys", (1, layer.kv_heads, length, layer.key_dim), dtype),

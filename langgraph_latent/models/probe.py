@@ -212,7 +212,7 @@ class Probe:
             model.takes_mask, model.gives_positions = takes_mask, gives_positions
             self.__dict__.pop("whole", None)
             try:
-                failure = self._refuse_append(expected, is_stepwise)
+                failure = self._refuse_append(expected, is_stepwise) or self._refuse_wide_windows(is_stepwise)
             except OUT_OF_MEMORY:
                 raise
             except Exception as caught:  # noqa: BLE001 - whatever a model class does with a cache that it does not know
@@ -221,26 +221,21 @@ class Probe:
                     "text edge for this model."
                 )
             if not failure:
-                self._check_wide_windows(is_stepwise)
                 return is_stepwise
             failures.append(failure)
         told = next((failure for failure in failures if failure.startswith(WRONG)), failures[0])
         raise UnsupportedLayerError(f"{self._name} {told}")
 
-    def _check_wide_windows(self, is_stepwise: bool) -> None:
-        """Ask the same of windows that the tokens don't fill, made narrow for as long: some models are wrong past them.
-
-        Raises `UnsupportedLayerError`.
-        """
+    def _refuse_wide_windows(self, is_stepwise: bool) -> str:
+        """Ask the same of windows that the tokens don't fill, made narrow for as long: some are wrong past them."""
         wide = {kind.window for kind in self._model.kinds if kind.window >= len(self._ids)}
         if not wide:
-            return
+            return ""
         at_width = self.__dict__.pop("whole")
         with narrowed(self._model, wide):
             failure = self._refuse_append(self._model.stock(self._ids)[0], is_stepwise)
         self.__dict__["whole"] = at_width
-        if failure:
-            raise UnsupportedLayerError(f"{self._name} {failure}; that is so past its sliding window")
+        return f"{failure}; that is so past its sliding window" if failure else ""
 
     def _refuse_append(self, expected: torch.Tensor, is_stepwise: bool) -> str:
         num_tokens, num_single = len(self._ids), 8 if any(self._model.empty_state().wholes) else 2
