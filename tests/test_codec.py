@@ -32,9 +32,11 @@ from langgraph_latent.kv.state import KVState
 from langgraph_latent.kv.whole import copy_layer, plain_of
 from langgraph_latent.models import resident
 from langgraph_latent.models.resident import ModelKey, ResidentModel
-from langgraph_latent.testing.catalogue import save_toy
+from langgraph_latent.testing import tiny_tokenizer
+from langgraph_latent.testing.catalogue import catalogue, save_toy
 
 SUFFIX = [40, 41, 42, 43]
+RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 WHOLE = ["qwen3_next", "lfm2", "mamba2", "falcon_h1", "zaya", "deepseek_v32", "minimax_m3_vl_text", "deepseek_v4"]
 """Toys with cache layers that are kept whole: recurrent, convolution, hybrid, indexed and compressed."""
 
@@ -124,6 +126,22 @@ def test_layers_that_are_kept_whole_come_back_bit_for_bit(
     assert torch.equal(next_logits(model, back.state), next_logits(model, state))
     assert back.state.equals(state)
     assert empty.layers() == model.empty_state().layers() == []
+    assert codec.decode(bytearray(blob), model.spec, model.wholes).state.equals(state)
+
+
+def test_a_cache_with_entries_that_a_short_text_has_not_comes_back(tmp_path: Path) -> None:
+    """DeepSeek-V4 compresses 128 tokens into one entry: what the probe reads is long enough to see its shape."""
+    toy = catalogue()["deepseek_v4"]
+    model = ResidentModel(
+        replace(toy, overrides={**toy.overrides, "compress_rates": RATES}).model(), tiny_tokenizer(), "toy", "w"
+    )
+    ids = [index % 300 for index in range(300)]
+    with model.empty_state().append() as tail:
+        model.prefill(ids, tail)
+        state = tail.seal()
+    assert any("compressed" in name and part.numel() for name, part in state.parts(0).items())
+    handle = KVHandle.root(model.spec.identity).extend("prompt", "reader", pack_tokens(ids), [], 1)
+    blob = codec.encode(handle, state, model.spec)
     assert codec.decode(bytearray(blob), model.spec, model.wholes).state.equals(state)
 
 

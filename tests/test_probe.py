@@ -11,6 +11,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from langgraph_latent.models import resident
 from langgraph_latent.models.probe import Findings, unprobed
 from langgraph_latent.models.resident import PROBE_MEMORY, ModelKey, ResidentModel, acquire, release
 from langgraph_latent.testing import tiny_model, tiny_tokenizer
+from langgraph_latent.testing.catalogue import catalogue
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -305,6 +307,18 @@ def test_a_window_too_wide_to_be_filled_is_made_narrow_for_the_probe(window: int
     assert {kind.window for kind in model.kinds} == {window}
     assert fine.config.sliding_window == window
     assert not any(getattr(module, "sliding_window", window) != window for module in fine.modules())
+    assert not model.spec.capabilities.refusals
+
+
+def test_a_wide_window_of_a_layer_that_is_kept_whole_is_made_narrow_too(load: Load) -> None:
+    toy = catalogue()["zaya"]
+    fine = replace(toy, overrides={**toy.overrides, "sliding_window": 3000}).model()
+    model = load(fine)
+    assert {kind.window for kind in model.kinds} == {0, 3000}
+    with probe_module.narrowed(model, {3000}):
+        widths = {getattr(whole, "sliding_window", None) for whole in model.empty_state().wholes}
+    assert widths == {None, probe_module.NARROW}
+    assert {getattr(whole, "sliding_window", None) for whole in model.empty_state().wholes} == {None, 3000}
 
 
 def test_a_model_that_ignores_position_ids_loses_batch(load: Load) -> None:
@@ -407,7 +421,7 @@ def test_logits_that_are_no_numbers_are_refused(load: Load) -> None:
 
 # -- what is remembered ------------------------------------------------------------------------------------------------
 
-NUM_CALLS = 19
+NUM_CALLS = 16
 """Forward calls of a probe of a plain model: what its time is made of."""
 NUM_CALLS_REMEMBERED = 1
 """One short run shows the shapes of the cache."""

@@ -86,7 +86,8 @@ def _kind(layer: Any, configured: str) -> LayerKind:
         return LayerKind("chunked" if configured == "chunked_attention" else "sliding", layer.sliding_window)
     if type(layer) is DynamicLayer:
         return LayerKind("full")
-    return LayerKind(WHOLE_KINDS.get(type(layer), type(layer).__name__))
+    window = getattr(layer, "sliding_window", None) or 0
+    return LayerKind(WHOLE_KINDS.get(type(layer), type(layer).__name__), window)
 
 
 class KVState:

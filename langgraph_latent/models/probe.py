@@ -22,7 +22,7 @@ from langgraph_latent.kv.rope import LAYOUTS, Rotation, RotationSpec, find_rotat
 from langgraph_latent.kv.state import KVState, KVTail, LayerKind
 from langgraph_latent.spec import CAPABILITIES, Capabilities
 
-VERSION = 8
+VERSION = 9
 """Of the probe's claims: remembered findings of another version are not believed."""
 TOLERANCE, NARROW_TOLERANCE = 2e-5, 2e-1
 """Largest relative difference of logits; the second for dtypes of two bytes and less."""
@@ -167,6 +167,8 @@ class Probe:
     def __init__(self, model: Probed, ids: Sequence[int], name: str) -> None:
         self._model = model
         self._ids = list(ids)
+        self._other = self._ids[: -NARROW - 1 : -1]  # longer than the first part, in sight of a narrow window
+        self._other_logits = torch.empty(0)
         self._name = f"{name!r} ({type(model.model).__name__})"
         is_narrow = model.model.dtype.itemsize <= 2
         self._tolerance = NARROW_TOLERANCE if is_narrow else TOLERANCE
@@ -198,7 +200,7 @@ class Probe:
     @cached_property
     def whole(self) -> tuple[torch.Tensor, KVState]:
         """Logits after all tokens, fed at once, and their state."""
-        return self._fed()
+        return self._fed(self._ids)
 
     # -- append -----------------------------------------------------------------------------------------------------
 
@@ -253,19 +255,19 @@ class Probe:
 
     def _in_parts(self, sizes: Sequence[int]) -> torch.Tensor:
         """Logits after the tokens, fed in parts of these sizes; behind the first, the model reads longer text."""
-        with self._model.empty_state().append(len(self._ids)) as tail, self._model.empty_state().append() as other:
+        with self._model.empty_state().append(len(self._ids)) as tail:
             begin = 0
             for size in sizes:
                 logits = self._model.run(self._ids[begin : begin + size], tail)
                 begin += size
                 if begin == size:
-                    self._model.run(self._ids[: -size - 3 : -1], other)
+                    self._other_logits, _ = self._fed(self._other)
             return logits
 
-    def _fed(self, **arguments: Any) -> tuple[torch.Tensor, KVState]:
-        """Logits and state after all tokens, fed at once."""
-        with self._model.empty_state().append(len(self._ids)) as tail:
-            return self._model.run(self._ids, tail, **arguments), tail.seal()
+    def _fed(self, ids: Sequence[int]) -> tuple[torch.Tensor, KVState]:
+        """Logits and state after tokens that are fed at once."""
+        with self._model.empty_state().append(len(ids)) as tail:
+            return self._model.run(ids, tail), tail.seal()
 
     # -- crop, batch, think -----------------------------------------------------------------------------------------
 
@@ -291,11 +293,12 @@ class Probe:
         if not self._model.has_rows or not self._model.takes_mask:
             return "its attention is not transformers' sdpa; its requests run one after another"
         (logits, state), ids = self.whole, self._ids
-        begun = ((state.crop(len(ids) - 1), ids[-1:]), (state.crop(4), ids[4:7]), (self._model.empty_state(), ids[2:5]))
-        alone = [logits]
-        for before, new in begun[1:]:
-            with before.append(len(ids)) as tail:
-                alone.append(self._model.run(new, tail))
+        begun = (
+            (state.crop(len(ids) - 1), ids[-1:]),
+            (self._model.empty_state(), self._other),
+            (state.crop(len(ids) // 2), ids[len(ids) // 2 :]),
+        )
+        alone = (logits, self._other_logits, logits)
         with contextlib.ExitStack() as stack:
             rows = [(new, stack.enter_context(before.append(len(ids)))) for before, new in begun]
             together = self._model.run_rows(rows)
@@ -303,12 +306,13 @@ class Probe:
 
     def _refuse_think(self) -> str:
         """An embedding in place of the last token, behind a cache: some models count positions from it alone."""
+        (expected, state), num_before = self.whole, len(self._ids) - 1
         embeddings = self._model.model.get_input_embeddings()
         last = torch.tensor([self._ids[-1:]], device=embeddings.weight.device)
-        with self._model.empty_state().append(len(self._ids)) as tail, torch.no_grad():
-            self._model.run(self._ids[:-1], tail)
+        before = state.crop(num_before) if state.can_crop(num_before) else self._fed(self._ids[:-1])[1]
+        with before.append(len(self._ids)) as tail, torch.no_grad():
             logits = self._model.run(self._ids[-1:], tail, input_ids=None, inputs_embeds=embeddings(last))
-        return self._refuse(self.whole[0], logits, "from its own input embeddings")
+        return self._refuse(expected, logits, "from its own input embeddings")
 
     # -- positions and move -----------------------------------------------------------------------------------------
 
@@ -458,7 +462,8 @@ def rotations_of(specs: Sequence[LayerRotation], known: Mapping[str, torch.Tenso
 def narrowed(model: Probed, wide: Collection[int]) -> Iterator[None]:
     """A model whose windows of these many tokens are `NARROW` ones, in its config, its modules and its cache layers."""
     config, kinds = model.model.config, model.kinds
-    owners = [config, config.get_text_config(), *model.model.modules()]
+    wholes = [whole for whole in model.empty_state().wholes if whole]
+    owners = [config, config.get_text_config(), *model.model.modules(), *wholes]
     changed = [
         (owner, name, value)
         for owner in {id(owner): owner for owner in owners}.values()

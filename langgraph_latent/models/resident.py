@@ -52,7 +52,9 @@ from langgraph_latent.paths import Memory
 from langgraph_latent.spec import LayerSpec, ModelSpec, StateTensor
 
 PROBE_WINDOW = 256
-"""Sliding windows up to this many tokens are filled by the probe."""
+"""Sliding windows, and what is compressed at once, up to this many tokens are filled by the probe."""
+SHORT = 3
+"""Tokens of a run beside the probe: what is larger behind the probe grows with the tokens."""
 PROBE_MEMORY = "probes.json"
 
 
@@ -151,15 +153,16 @@ class ResidentModel:
         states = [probe.whole[1]]
         if any(states[0].wholes):
             with self.empty_state().append() as tail:
-                self.run(ids[: len(ids) // 2], tail)
+                self.run(ids[:SHORT], tail)
                 states.insert(0, tail.seal())
         return states, findings
 
     def _probe_ids(self) -> list[int]:
-        """Tokens for a probe, more than fit into a small sliding window; twice as many where a state is kept whole."""
-        windows = [kind.window for kind in self.kinds if 0 < kind.window <= PROBE_WINDOW]
+        """Tokens for a probe, more than a small window holds or a layer compresses at once; more for what is whole."""
+        wholes = [whole for whole in self.empty_state().wholes if whole]
+        sizes = [kind.window for kind in self.kinds] + [getattr(whole, "compress_rate", None) or 0 for whole in wholes]
         vocab_size = self.model.config.get_text_config().vocab_size
-        num_tokens = max(windows, default=0) + (24 if any(self.empty_state().wholes) else 12)
+        num_tokens = max(size if size <= PROBE_WINDOW else 0 for size in sizes) + (24 if wholes else 12)
         return [index % vocab_size for index in range(3, 3 + num_tokens)]
 
     @property
