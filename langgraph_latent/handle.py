@@ -165,6 +165,11 @@ class KVHandle:
         return len(self.tokens) // TOKEN_BYTES
 
     @property
+    def num_pending(self) -> int:
+        """How many of its tokens are not in the cache it was made with: the last sampled one."""
+        return 1 if self.segments and self.segments[-1].kind == "generated" else 0
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The token ids, the last sampled one included."""
         return tuple(unpack_tokens(self.tokens))

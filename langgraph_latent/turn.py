@@ -186,7 +186,8 @@ class Turn:
         begin = time.perf_counter()
         tail = state.append(self.num_prompt_tokens)
         try:
-            logits = self._model.prefill(unpack_tokens(tokens), tail, lane) if tokens else None
+            tokens_left = self._rebuild_base(tokens, tail, lane)
+            logits = self._model.prefill(unpack_tokens(tokens_left), tail, lane) if tokens_left else None
         except BaseException:
             tail.close()
             raise
@@ -208,6 +209,20 @@ class Turn:
             )
         )
         return tail, logits
+
+    def _rebuild_base(self, tokens: bytes, tail: KVTail, lane: Lane) -> bytes:
+        """Feed and keep what is missing of the base on its own, for others that go on from it; the tokens left.
+
+        Only where it can't be cropped out of the longer cache that this request leaves.
+        """
+        base = self._delivery.base
+        num_missing = base.num_tokens - base.num_pending - tail.num_tokens
+        begin = num_missing * TOKEN_BYTES
+        if self._model.spec.capabilities.can("crop") or not 0 < begin < len(tokens):
+            return tokens
+        self._model.prefill(unpack_tokens(tokens[:begin]), tail, lane)
+        self._workspace.restore(base, tail.seal(), self._origin)
+        return tokens[begin:]
 
     def _fall_back(self, error: Exception) -> None:
         base = self._delivery.base

@@ -331,6 +331,10 @@ class LatentWorkspace:
                 checksum=state.checksum() if self.tracer.checksums else "",
             )
         )
+        self.restore(handle, state, origin)
+
+    def restore(self, handle: KVHandle, state: KVState, origin: Origin) -> None:
+        """Put the state of a handle, but for its pending token, into the pool."""
         tokens = handle.tokens[: state.num_tokens * TOKEN_BYTES]
         owner = _scopes.get().get(id(self)) or (_thread_owner(origin.thread_id) if origin.thread_id else "")
         try:
@@ -524,7 +528,7 @@ class LatentWorkspace:
         num_cached, nbytes, text_tokens = 0, 0, None
         if compatibility.level is Level.EXACT and first:
             num_cached, nbytes = self._kept(handle, spec, receiver)
-            is_costly = nbytes or handle.num_tokens - num_cached > _num_pending(handle)
+            is_costly = nbytes or handle.num_tokens - num_cached > handle.num_pending
             if is_costly and receiver and framing:
                 text_tokens = _num_text_tokens(handle, receiver, framing)
         rates = self.rates(receiver) if receiver else Rates()
@@ -535,7 +539,7 @@ class LatentWorkspace:
     def _kept(self, handle: KVHandle, spec: ModelSpec, receiver: ResidentModel | None) -> tuple[int, int]:
         """How many of a handle's tokens are in the pool, and the bytes of them that the receiver would have to move."""
         if self.pool.has(handle.id) and spec.weights not in self._twins:  # the usual case needs no search
-            return handle.num_tokens - _num_pending(handle), 0
+            return handle.num_tokens - handle.num_pending, 0
         found = self._find(handle.model, handle.tokens, handle.num_tokens)
         if found is None:
             return 0, 0
@@ -599,7 +603,7 @@ class LatentWorkspace:
         if prompt.num_inherited < handle.num_tokens:
             self._emit(Diverged, request, handle, num_tokens=prompt.num_inherited, num_inherited=handle.num_tokens)
         missing = prompt.num_inherited - state.num_tokens
-        if missing > _num_pending(handle):
+        if missing > handle.num_pending:
             self._emit(Rebuilt, request, handle, num_tokens=missing, reason="not in the pool")
         self._emit(
             Delivered,
@@ -626,11 +630,6 @@ class LatentWorkspace:
 
 def _thread_owner(thread_id: str) -> str:
     return f"thread:{thread_id}"
-
-
-def _num_pending(handle: KVHandle) -> int:
-    """How many of a handle's tokens are not in the cache it was made with: the last sampled one."""
-    return 1 if handle.segments[-1].kind == "generated" else 0
 
 
 def _num_messages(handle: KVHandle) -> int:

@@ -652,6 +652,23 @@ def test_a_recurrent_handle_that_is_continued_is_reused_to_its_end(
         assert reply.response_metadata["kv_route"]["route"] == "cache"
 
 
+@pytest.mark.parametrize("name", TOYS)
+def test_an_evicted_recurrent_handle_is_rebuilt_once_for_all_who_continue_it(
+    name: str, folder: Callable[..., Path], ws: LatentWorkspace
+) -> None:
+    chat = ChatLatent(model=str(folder(name, CHATML)), workspace=ws, max_tokens=12)
+    report = chat.read(STORY * 2)
+    for handle in (report, ws.handle(chat.invoke("which team decides?", inherit=report))):
+        questions = ("and who reads?", "who hands over?")
+        expected = [chat.invoke(question, inherit=handle).text for question in questions]
+        for one in (report, handle):
+            ws.evict(one)
+        replies = [chat.invoke(question, inherit=handle) for question in questions]
+        assert [reply.text for reply in replies] == expected
+        assert [cache_read(reply) for reply in replies] == [0, handle.num_tokens - handle.num_pending]
+    ws.check_integrity()
+
+
 def fail_at(model: ResidentModel, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this call of the model's forward, and none before or after it, run out of memory at its end."""
     stock, calls = model.model.forward, itertools.count(1)
