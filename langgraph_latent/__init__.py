@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from langgraph_latent.channel import LatentChannel
     from langgraph_latent.chat_model import ChatLatent
     from langgraph_latent.compat import Compatibility, Level, compare
+    from langgraph_latent.compose import Selection, merge
     from langgraph_latent.errors import LatentError
     from langgraph_latent.handle import KVHandle
     from langgraph_latent.node import LatentNode, LatentState
+    from langgraph_latent.recipe import Repair
     from langgraph_latent.router import EdgePolicy, EdgeRouter, Route, RouteDecision
     from langgraph_latent.spec import ModelSpec
     from langgraph_latent.tracer import LatentTracer
@@ -34,9 +36,12 @@ _HOMES = {
     "LatentWorkspace": "workspace",
     "Level": "compat",
     "ModelSpec": "spec",
+    "Repair": "recipe",
     "Route": "router",
     "RouteDecision": "router",
+    "Selection": "compose",
     "compare": "compat",
+    "merge": "compose",
 }
 __version__ = "0.1.0"
 __all__ = [
@@ -53,9 +58,12 @@ __all__ = [
     "LatentWorkspace",
     "Level",
     "ModelSpec",
+    "Repair",
     "Route",
     "RouteDecision",
+    "Selection",
     "compare",
+    "merge",
 ]
 
 

@@ -12,10 +12,11 @@ from langgraph.errors import InvalidUpdateError
 from langgraph.types import Overwrite
 from typing_extensions import Self
 
+from langgraph_latent.compose import merge
 from langgraph_latent.errors import ConfigError, HandleError
 from langgraph_latent.handle import KVHandle
 
-POLICIES = ("last", "collect")
+POLICIES = ("last", "collect", "merge")
 
 
 class LatentChannel(BaseChannel[Any, Any, Any]):
@@ -24,15 +25,17 @@ class LatentChannel(BaseChannel[Any, Any, Any]):
     `Annotated[KVHandle | None, LatentChannel]` keeps the last of several handles written in one step, in the order in
     which LangGraph applies tasks (by path: node name, then `Send` index).
     `Annotated[list[KVHandle], LatentChannel(policy="collect")]` keeps all handles of the last step that wrote, in that
-    order; branches that end in different steps need a key each. Writing None empties the channel; `Overwrite(value)`
-    replaces whatever else the step wrote.
+    order; branches that end in different steps need a key each.
+    `Annotated[KVHandle | None, LatentChannel(policy="merge")]` keeps them as one (`compose.merge`), in that order;
+    its cache is put together where it is inherited, on an edge whose policy allows level 1. Writing None empties the
+    channel; `Overwrite(value)` replaces whatever else the step wrote.
 
     Raises `InvalidUpdateError` for a write that is neither a handle, a list of handles nor None.
     """
 
     __slots__ = ("policy", "value")
 
-    def __init__(self, typ: Any = None, key: str = "", *, policy: Literal["last", "collect"] = "last") -> None:
+    def __init__(self, typ: Any = None, key: str = "", *, policy: Literal["last", "collect", "merge"] = "last") -> None:
         if policy not in POLICIES:
             raise ConfigError(f"policy={policy!r} is unknown; known policies: {', '.join(POLICIES)}")
         _register_handle()
@@ -79,7 +82,9 @@ class LatentChannel(BaseChannel[Any, Any, Any]):
             raise InvalidUpdateError(f"at key {self.key!r}: only one Overwrite may be written per step")
         try:
             handles = [handle for value in overwrites or values for handle in _handles(value)]
-        except HandleError as error:
+            if self.policy == "merge" and len(handles) > 1:
+                handles = [merge(handles)]
+        except (HandleError, ConfigError) as error:
             raise InvalidUpdateError(f"at key {self.key!r}: {error}") from error
         self.value = tuple(handles if self.policy == "collect" else handles[-1:])
         return True

@@ -15,7 +15,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.chat_models import LangSmithParams
 from langchain_core.language_models.model_profile import ModelProfile
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, SystemMessage
 from langchain_core.messages.ai import OutputTokenDetails, UsageMetadata
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
@@ -26,7 +26,15 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from transformers import StoppingCriteriaList
 
-from langgraph_latent.errors import ClosedError, ConfigError, PromptError
+from langgraph_latent.compose import NO_SYSTEM, Selection, behind, merge
+from langgraph_latent.errors import (
+    ClosedError,
+    ConfigError,
+    ModelMismatchError,
+    PromptError,
+    TemplateError,
+    UnsupportedLayerError,
+)
 from langgraph_latent.events import Origin
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle
 from langgraph_latent.messages import answer_chunk, answer_message, plain_message, with_schema
@@ -36,6 +44,7 @@ from langgraph_latent.models.resident import ModelKey, ResidentModel
 from langgraph_latent.models.sampling import Sampling
 from langgraph_latent.models.scheduler import MAX_ROWS, Limits
 from langgraph_latent.models.template import Framing
+from langgraph_latent.recipe import Repair
 from langgraph_latent.spec import ModelSpec
 from langgraph_latent.threads import in_thread, iterate_in_thread
 from langgraph_latent.turn import Turn
@@ -61,6 +70,8 @@ OTHER_NAMES = {
     "chat_template_kwargs": "template_options",
 }
 """What other libraries call our options."""
+THINK_STEPS = 20
+"""Latent steps that `think` takes by default."""
 HIDDEN, UNFORCED, FORCED = ("none", False), ("none", False, "auto", None), ("any", "required", True)
 """Tool choices that are no tool's name: no tools are shown, none must be called, one must be."""
 
@@ -198,6 +209,113 @@ class ChatLatent(BaseChatModel):
         plain = self._convert_input(messages).to_messages()
         request = self._request(plain, {"inherit": inherit}, _origin(config), reply=False)
         return Turn(self._loaded_workspace(), self.resident(), request, limits).read()
+
+    def think(
+        self,
+        messages: LanguageModelInput,
+        *,
+        inherit: Inherited = None,
+        steps: int = THINK_STEPS,
+        config: RunnableConfig | None = None,
+    ) -> KVHandle:
+        """Prefill messages, behind what is inherited, and take latent steps where the answer would begin.
+
+        Each step feeds the last hidden state back as the next input embedding. The steps are read by whoever inherits
+        the handle on an edge with `EdgePolicy(thoughts=True)`; as text they say nothing. With 0 steps it is `read`.
+
+        Raises `ConfigError` for an impossible number of steps, `UnsupportedLayerError` for a model that can't think,
+        and what `read` raises.
+        """
+        return self._think(messages, inherit, steps, config, self._limits({}))
+
+    async def athink(
+        self,
+        messages: LanguageModelInput,
+        *,
+        inherit: Inherited = None,
+        steps: int = THINK_STEPS,
+        config: RunnableConfig | None = None,
+    ) -> KVHandle:
+        """`think` in a thread."""
+        limits = self._limits({})
+        return await in_thread(
+            lambda gone: self._think(messages, inherit, steps, config, replace(limits, cancelled=gone))
+        )
+
+    def _think(
+        self,
+        messages: LanguageModelInput,
+        inherit: Inherited,
+        steps: int,
+        config: RunnableConfig | None,
+        limits: Limits,
+    ) -> KVHandle:
+        if type(steps) is not int or steps < 0:
+            raise ConfigError(f"steps={steps!r} is impossible; it is a whole number, 0 or above")
+        if not steps:
+            return self._read(messages, inherit, config, limits)
+        if refusal := self.spec.capabilities.refusal("think"):
+            raise UnsupportedLayerError(f"{self.model!r} can't take latent steps: {refusal}; use read()")
+        plain = self._convert_input(messages).to_messages()
+        request = self._request(plain, {"inherit": inherit}, _origin(config), reply=True)
+        return Turn(self._loaded_workspace(), self.resident(), request, limits).think(steps)
+
+    def compose(
+        self,
+        handles: Inherited,
+        *,
+        system: str | SystemMessage | None = None,
+        select: Selection | Sequence[Selection] | None = None,
+        repair: Repair | None = None,
+    ) -> KVHandle:
+        """One handle of parts of others, moved behind a system prompt; nothing is computed until it is inherited.
+
+        Inherited on an edge whose policy allows level 1, its cache is put together from the others'; on any other edge,
+        or by a model that can't move, its messages are read anew.
+
+        Args:
+            handles: a handle or reply, or several, in the order in which they are to be read.
+            system: the reader's own system prompt, which takes the place of theirs; None keeps the first one's.
+            select: what is taken of each handle, one for all or one each; by default everything but system prompts.
+            repair: how much is computed anew in its new place, which makes up for what it did not see when it was read.
+
+        Without `system` and `select` it is a merge: the first handle as it is, behind it what is new in the others.
+        Where nothing is moved it is a handle that was there before.
+
+        Raises `HandleError` for handles of other models, and `ConfigError` for an empty or impossible selection.
+        """
+        chosen = [self.handle(each) if isinstance(each, AIMessage) else each for each in _listed(handles)]
+        spec = self.spec
+        for handle in chosen:
+            self._loaded_workspace().check(handle)
+            if handle.model != spec.identity:
+                raise ModelMismatchError(f"handle {handle.id} is of another model than {self.model!r}; read it anew")
+        if system is None and select is None:
+            return merge(chosen, repair=repair)
+        each = NO_SYSTEM if select is None else select
+        selections = [each] * len(chosen) if isinstance(each, Selection) else list(each)
+        if len(selections) != len(chosen):
+            raise ConfigError(
+                f"{len(selections)} selections do not fit {len(chosen)} handles; pass one for all, or each"
+            )
+        for selection in selections:
+            selection.check_layers(len(spec.layers))
+        head = SystemMessage(system) if isinstance(system, str) else system
+        return behind(self._head(head), chosen, selections, repair)
+
+    def _head(self, system: SystemMessage | None) -> KVHandle:
+        """The handle of a system prompt alone, or of what the template says without one."""
+        resident = self.resident()
+        framing = Framing((), self.template_options)
+        messages = [plain_message(system)] if system else []
+        root = KVHandle.root(resident.spec.identity, self._loaded_workspace().tenant)
+        tokens = resident.prompts.head(messages, framing)
+        if not tokens and messages:
+            raise TemplateError(
+                f"the chat template of {self.model!r} does not part a system message from what follows; leave it out"
+            )
+        size = resident.spec.bytes_per_token
+        return root.extend("system", "", tokens, messages, size, framing=framing.digest) if tokens else root
 
     def handle(self, reply: AIMessage) -> KVHandle:
         """The handle of everything up to and with a reply; `LatentWorkspace.handle`."""
@@ -519,9 +637,9 @@ class ChatLatent(BaseChatModel):
             raise PromptError("the prompt is empty: pass at least one message with some text")
         tools = _tools_of(options)
         told = with_schema(plain, _told_schema(options.get("response_format")), has_tools=bool(tools))
-        inherit = options.get("inherit")
-        inherited = inherit if isinstance(inherit, list | tuple) else () if inherit is None else (inherit,)
-        handles = [self.handle(each) if isinstance(each, AIMessage) else each for each in inherited]
+        handles = [
+            self.handle(each) if isinstance(each, AIMessage) else each for each in _listed(options.get("inherit"))
+        ]
         framing = Framing(tools, {**self.template_options, **(options.get("template_options") or {})})
         return Request(told, framing, handles, reply, self.reuse, origin)
 
@@ -557,6 +675,10 @@ class ChatLatent(BaseChatModel):
         """Put the model's length into the profile, unless the user gave one."""
         if self._own_profile is not None and self.profile is self._own_profile and spec.max_positions:
             self.profile = self._own_profile = {**self._own_profile, "max_input_tokens": spec.max_positions}
+
+
+def _listed(inherit: Inherited) -> Sequence[Any]:
+    return inherit if isinstance(inherit, list | tuple) else () if inherit is None else (inherit,)
 
 
 def _advice(name: str, known: Sequence[str]) -> str:

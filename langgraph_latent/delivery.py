@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from langgraph_latent.compat import Level
 from langgraph_latent.events import Origin
-from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message
+from langgraph_latent.handle import KVHandle, Message
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.models.template import Framing
 from langgraph_latent.router import Route, RouteDecision
@@ -41,27 +41,6 @@ class Delivery(NamedTuple):
     decision: RouteDecision
     may_fall_back: bool
 
-    @property
-    def missing(self) -> bytes:
-        """The prompt's tokens that are not in the state."""
-        return self.tokens[self.state.num_tokens * TOKEN_BYTES :]
-
-
-def without_contained(handles: Sequence[KVHandle]) -> list[KVHandle]:
-    """The handles without empty ones, doubles and those that another one continues."""
-    return [
-        handle
-        for index, handle in enumerate(handles)
-        if handle.tokens
-        and not any(
-            other.model == handle.model
-            and other.tokens.startswith(handle.tokens)
-            and (len(other.tokens) > len(handle.tokens) or at < index)
-            for at, other in enumerate(handles)
-            if at != index
-        )
-    ]
-
 
 def told_by(handles: Sequence[KVHandle]) -> tuple[Message, ...]:
     """The messages of several handles in order; what a later one shares with the first from the start is told once."""
@@ -71,6 +50,11 @@ def told_by(handles: Sequence[KVHandle]) -> tuple[Message, ...]:
         shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         told += handle.messages[shared:]
     return tuple(told)
+
+
+def without_thoughts(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages without those that stand for latent steps: these say nothing as text."""
+    return tuple(each for each in messages if each["role"] != "assistant" or each["content"] or each.get("tool_calls"))
 
 
 def unrouted(cache_read: int) -> RouteDecision:

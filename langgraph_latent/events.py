@@ -100,6 +100,17 @@ class Rebuilt(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Composed(Event):
+    """Tokens of a handle's cache were made by a recipe: latent steps, or moved ones.
+
+    Of these `num_repaired` were computed anew.
+    """
+
+    kind: str = ""
+    num_repaired: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class FellBack(Event):
     """A route failed and the next safer one is taken."""
 

@@ -1,22 +1,24 @@
 """The value on an edge: how a KV cache came about, small enough for any checkpoint.
 
-A handle is a recipe (messages and exact token ids, per segment) plus the identity of the model it was made for. It
-holds no tensor and knows nothing of pools, models or LangGraph.
+A handle is a recipe (messages and exact token ids, per segment, and for what was not read in its place how it was made)
+plus the identity of the model it was made for. It holds no tensor and knows nothing of pools, models or LangGraph.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from langgraph_latent.errors import HandleError
+from langgraph_latent.recipe import Composition, Recipe, Thought
 
 Message = dict[str, Any]
 """One chat message as plain data: `role`, `content` and, where present, `name`, `tool_calls`, `tool_call_id`."""
@@ -25,7 +27,9 @@ TOKEN_BYTES = 4
 MAX_TOKENS = 1 << 22
 MAX_RECIPE_BYTES = 1 << 26
 RECIPE_BYTES_PER_TOKEN = 256
-SEGMENT_KINDS = ("prompt", "generated", "latent")
+SEGMENT_KINDS = ("system", "prompt", "generated", "latent", "moved")
+"""system: what leads a conversation, the template's own words included; prompt: what was read; generated: what was
+sampled; latent: latent steps; moved: blocks of other caches."""
 
 
 def pack_tokens(ids: Iterable[int]) -> bytes:
@@ -57,8 +61,9 @@ class Segment:
     """A run of a handle's tokens that one node added in one go.
 
     `messages` are what these tokens say, as plain chat messages, for a receiver with another template. `framing` is a
-    digest of what the template was told beside them (tools, options), "" for nothing. `digest` binds kind, source,
-    messages, framing and token ids.
+    digest of what the template was told beside them (tools, options), "" for nothing. `recipe` is how its cache came
+    about where it was not read or sampled in its place. `digest` binds kind, source, messages, framing, token ids and
+    recipe.
     """
 
     kind: str
@@ -67,12 +72,22 @@ class Segment:
     messages: tuple[Message, ...]
     digest: str = field(repr=False)
     framing: str = ""
+    recipe: Recipe | None = None
 
     @classmethod
-    def of(cls, kind: str, source: str, tokens: bytes, messages: Sequence[Message], framing: str = "") -> Segment:
-        """Make a segment of packed `tokens`. Raises `HandleError` for an unknown kind."""
+    def of(
+        cls,
+        kind: str,
+        source: str,
+        tokens: bytes,
+        messages: Sequence[Message],
+        framing: str = "",
+        recipe: Recipe | None = None,
+    ) -> Segment:
+        """Make a segment of packed `tokens`. Raises `HandleError` for an unknown kind or a recipe that does not fit."""
         if kind not in SEGMENT_KINDS:
             raise HandleError(f"unknown segment kind {kind!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
+        _check_recipe(kind, tokens, recipe)
         head = f"{kind} {len(source)} {source} {len(framing)} {framing} {len(messages)} "
         digest = hashlib.sha256(head.encode("utf-8", "surrogatepass"))
         own = []
@@ -81,7 +96,33 @@ class Segment:
             own.append(copy)
             digest.update(canonical)
         digest.update(tokens)
-        return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(own), digest.hexdigest(), framing)
+        if recipe is not None:
+            digest.update(recipe.digest.encode())
+        return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(own), digest.hexdigest(), framing, recipe)
+
+
+def _check_recipe(kind: str, tokens: bytes, recipe: Recipe | None) -> None:
+    """Raise `HandleError` where a segment's kind, tokens and recipe contradict one another."""
+    if kind == "moved":
+        fits = isinstance(recipe, Composition) and tokens == b"".join(
+            block.handle.tokens[block.begin * TOKEN_BYTES : block.end * TOKEN_BYTES] for block in recipe.blocks
+        )
+    elif kind == "latent":
+        fits = isinstance(recipe, Thought) and tokens == bytes(recipe.steps * TOKEN_BYTES)
+    else:
+        fits = recipe is None
+    if not fits:
+        raise HandleError(f"a segment of kind {kind!r} does not fit its recipe")
+
+
+class Span(NamedTuple):
+    """Tokens begin to end of a handle, of one kind and source, and what they say; blocks of others taken apart."""
+
+    begin: int
+    end: int
+    kind: str
+    source: str
+    messages: tuple[Message, ...]
 
 
 def _copied(message: Message) -> tuple[Message, bytes]:
@@ -153,9 +194,10 @@ class KVHandle:
         messages: Sequence[Message],
         bytes_per_token: int = 0,
         framing: str = "",
+        recipe: Recipe | None = None,
     ) -> KVHandle:
         """The handle of this recipe with one more segment of packed `tokens`; O(new tokens) but for one copy."""
-        segment = Segment.of(kind, source, tokens, messages, framing)
+        segment = Segment.of(kind, source, tokens, messages, framing, recipe)
         all_tokens = self.tokens + tokens
         nbytes = len(all_tokens) // TOKEN_BYTES * bytes_per_token
         return self._made(self.model, self.tenant, nbytes, all_tokens, (*self.segments, segment))
@@ -168,6 +210,102 @@ class KVHandle:
     def num_pending(self) -> int:
         """How many of its tokens are not in the cache it was made with: the last sampled one."""
         return 1 if self.segments and self.segments[-1].kind == "generated" else 0
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens of a sampled answer it ends with; 0 where it ends with something else."""
+        last = self.segments[-1] if self.segments else None
+        if last is None or last.kind == "generated":
+            return last.num_tokens if last else 0
+        if isinstance(last.recipe, Composition):
+            block = last.recipe.blocks[-1]
+            return min(block.handle.num_sampled, block.num_tokens) if block.end == block.handle.num_tokens else 0
+        return 0
+
+    @property
+    def ends_open(self) -> bool:
+        """Whether it ends in an assistant's turn that is still to be closed: a sampled answer, or latent steps."""
+        return bool(self.num_sampled) or (bool(self.segments) and self.segments[-1].kind == "latent")
+
+    @cached_property
+    def num_composed(self) -> int:
+        """Tokens up to and with the last that was not read or sampled in its place; 0 where all of them were."""
+        ends = [end for end, segment in zip(self._ends, self.segments, strict=True) if segment.recipe]
+        return ends[-1] if ends else 0
+
+    @property
+    def num_plain(self) -> int:
+        """Tokens before the first that was not read or sampled in its place."""
+        plain = itertools.takewhile(lambda segment: segment.recipe is None, self.segments)
+        return sum(segment.num_tokens for segment in plain)
+
+    @cached_property
+    def lineage(self) -> str:
+        """What tells its cache from a plain one of the same tokens: a digest of its recipes, "" without any."""
+        made = [
+            f"{end} {segment.recipe.digest}"
+            for end, segment in zip(self._ends, self.segments, strict=True)
+            if segment.recipe
+        ]
+        return hashlib.sha256("\n".join(made).encode()).hexdigest() if made else ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its cache is that of its tokens read one after another: nothing was moved, or all of it repaired."""
+        moved = [segment.recipe for segment in self.segments if isinstance(segment.recipe, Composition)]
+        return all(recipe.is_exact for recipe in moved)
+
+    @property
+    def total_tokens(self) -> int:
+        """Its tokens, and those of the handles that its blocks come from."""
+        return self.num_tokens + sum(handle.total_tokens for handle in self.origins)
+
+    @property
+    def origins(self) -> list[KVHandle]:
+        """The handles that its blocks come from."""
+        return [handle for segment in self.segments for handle in _handles_in(segment.recipe)]
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether making its cache needs attention over rows: something is repaired, or seen otherwise than in full."""
+        own = [segment.recipe for segment in self.segments if isinstance(segment.recipe, Composition)]
+        return any(recipe.repair or recipe.is_weighted for recipe in own) or any(h.needs_rows for h in self.origins)
+
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether there are latent steps in it."""
+        return any(span.kind == "latent" for span in self.spans)
+
+    def first(self, num_segments: int) -> KVHandle:
+        """The handle of the first segments alone."""
+        segments = self.segments[:num_segments]
+        num_tokens = sum(segment.num_tokens for segment in segments)
+        nbytes = self.nbytes * num_tokens // max(self.num_tokens, 1)
+        return self._made(self.model, self.tenant, nbytes, self.tokens[: num_tokens * TOKEN_BYTES], segments)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What its tokens are, from the first to the last."""
+        return tuple(self._spans())
+
+    def _spans(self) -> Iterator[Span]:
+        for end, segment in zip(self._ends, self.segments, strict=True):
+            at = end - segment.num_tokens
+            if not isinstance(segment.recipe, Composition):
+                yield Span(at, end, segment.kind, segment.source, segment.messages)
+                continue
+            for block in segment.recipe.blocks:
+                for inner in block.handle.spans:
+                    first, last = max(inner.begin, block.begin), min(inner.end, block.end)
+                    if first < last:
+                        shift = at - block.begin
+                        yield inner._replace(begin=first + shift, end=last + shift)
+                at += block.num_tokens
+
+    @property
+    def _ends(self) -> list[int]:
+        """Where each segment ends."""
+        return list(itertools.accumulate(segment.num_tokens for segment in self.segments))
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -186,8 +324,9 @@ class KVHandle:
 
     @cached_property
     def largest_token(self) -> int:
-        """The largest token id, -1 where there is none."""
-        return max(array("I", self.tokens), default=-1)
+        """The largest token id, also of the handles that its blocks come from; -1 where there is none."""
+        own = max(array("I", self.tokens), default=-1)
+        return max([own, *(handle.largest_token for handle in self.origins)])
 
     def verify(self) -> None:
         """Check that the id is the digest of the content; once per handle. Raises `HandleError`."""
@@ -198,7 +337,12 @@ class KVHandle:
             for segment in self.segments:
                 end = position + segment.num_tokens * TOKEN_BYTES
                 tokens = self.tokens[position:end]
-                fresh.append(Segment.of(segment.kind, segment.source, tokens, segment.messages, segment.framing))
+                for handle in _handles_in(segment.recipe):
+                    handle.verify()
+                    if (handle.model, handle.tenant) != (self.model, self.tenant):
+                        raise HandleError(f"handle {self.id!r} has blocks of another model or tenant")
+                parts = (segment.messages, segment.framing, segment.recipe)
+                fresh.append(Segment.of(segment.kind, segment.source, tokens, *parts))
                 position = end
             sound = position == len(self.tokens) and self.id == _handle_id(self.model, self.tenant, fresh)
         except (TypeError, AttributeError) as error:
@@ -246,12 +390,40 @@ def _pack(tokens: bytes, segments: tuple[Segment, ...]) -> tuple[str, str]:
     """Tokens as the narrowest of uint16 and uint32, both parts deflated and in base64."""
     ids = array("I", tokens)
     narrow = array("H", ids) if not ids or max(ids) < 1 << 16 else ids
-    rows = [[s.kind, s.source, s.num_tokens, s.messages, *([s.framing] if s.framing else [])] for s in segments]
+    rows = [_row(segment) for segment in segments]
     width = narrow.itemsize.to_bytes(1, "little")
     return (
         _deflate(width + narrow.tobytes()),
         _deflate(json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")),
     )
+
+
+def _row(segment: Segment) -> list[Any]:
+    row = [segment.kind, segment.source, segment.num_tokens, segment.messages]
+    if isinstance(segment.recipe, Composition):
+        return [*row, segment.framing, segment.recipe.to_plain()]
+    return [*row, segment.framing] if segment.framing else row
+
+
+def _recipe(kind: str, num_tokens: int, plain: Sequence[Any]) -> Recipe | None:
+    """What a row's segment was made by; `plain` is what stands behind its framing. Raises what `_unpack` catches."""
+    if kind == "latent":
+        return Thought(num_tokens)
+    if not plain:
+        return None
+    (composition,) = plain
+    handles: list[KVHandle] = []
+    for data in composition["handles"]:
+        handles.append(KVHandle.from_dict(data))
+        if sum(handle.total_tokens for handle in handles) > MAX_TOKENS:
+            raise ValueError(f"its blocks come from more than {MAX_TOKENS} tokens")
+    return Composition.from_plain(composition, handles)
+
+
+def _handles_in(recipe: Recipe | None) -> list[KVHandle]:
+    """The handles that a recipe takes blocks from, each once."""
+    blocks = recipe.blocks if isinstance(recipe, Composition) else ()
+    return list({block.handle.id: block.handle for block in blocks}.values())
 
 
 def _unpack(tokens: str, segments: str) -> tuple[bytes, tuple[Segment, ...]]:
@@ -263,9 +435,10 @@ def _unpack(tokens: str, segments: str) -> tuple[bytes, tuple[Segment, ...]]:
         limit = min(MAX_RECIPE_BYTES, (1 << 20) + RECIPE_BYTES_PER_TOKEN * (len(all_tokens) // TOKEN_BYTES))
         rows = json.loads(_inflate(segments, limit).decode("utf-8", "surrogatepass"))
         position, unpacked = 0, []
-        for kind, source, num_tokens, messages, *framing in rows:
+        for kind, source, num_tokens, messages, *more in rows:
             end = position + num_tokens * TOKEN_BYTES
-            unpacked.append(Segment.of(kind, source, all_tokens[position:end], messages, *framing))
+            framing, recipe = (more or [""])[0], _recipe(kind, num_tokens, more[1:])
+            unpacked.append(Segment.of(kind, source, all_tokens[position:end], messages, framing, recipe))
             position = end
         if position != len(all_tokens):
             raise ValueError(f"its segments claim {position // TOKEN_BYTES} tokens")

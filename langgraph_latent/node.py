@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal
 
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import ensure_config
@@ -18,11 +18,14 @@ from langgraph.graph.message import add_messages
 from typing_extensions import TypedDict
 
 from langgraph_latent.channel import LatentChannel
-from langgraph_latent.chat_model import ChatLatent
+from langgraph_latent.chat_model import THINK_STEPS, ChatLatent
+from langgraph_latent.compose import Selection
 from langgraph_latent.errors import ConfigError, PromptError
 from langgraph_latent.handle import KVHandle
+from langgraph_latent.recipe import Repair
 
-MODES = ("read", "decode")
+MODES = ("read", "think", "decode")
+WAYS = ("append", "compose")
 Prompt = str | Sequence[Any] | ChatPromptTemplate | Callable[[Mapping[str, Any]], Sequence[BaseMessage]]
 
 
@@ -40,11 +43,14 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         chat: the model.
         prompt: a template filled from the state ("{report}"), a list as `ChatPromptTemplate` takes it
             ([("system", "..."), ("human", "{question}")]), or a function from state to messages.
-        mode: "decode" answers; "read" only prefills.
+        mode: "decode" answers; "read" only prefills; "think" prefills and takes latent `steps`.
         writes: state key for the answer: "messages" gets the AIMessage, any other key its text. None keeps no answer.
         latent: state key that the new handle is written to.
-        inherit: state key (or keys) whose handles are continued; `latent` by default, () to start afresh.
-        options: per-call options of the chat model, for example `max_tokens`.
+        inherit: how the handle under `latent` is inherited: "append" continues its cache (the default), "compose" moves
+            it behind this node's own system prompt, where the edge's policy allows level 1. Or the state key (or keys)
+            whose handles are inherited, () to start afresh; or a mapping of keys to "append" and "compose".
+        select, repair: what is taken of composed handles, and how far it is repaired; see `ChatLatent.compose`.
+        options: per-call options of the chat model, for example `max_tokens`; `steps` of a node that thinks.
 
     Raises `PromptError` where the state lacks a key that the template names.
     """
@@ -54,22 +60,30 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         chat: ChatLatent,
         *,
         prompt: Prompt,
-        mode: Literal["read", "decode"] = "decode",
+        mode: Literal["read", "think", "decode"] = "decode",
         writes: str | None = None,
         latent: str = "latent",
-        inherit: str | Sequence[str] | None = None,
+        inherit: str | Sequence[str] | Mapping[str, str] = "append",
+        select: Selection | None = None,
+        repair: Repair | None = None,
         **options: Any,
     ) -> None:
         if mode not in MODES:
             raise ConfigError(f"mode={mode!r} is unknown; known modes: {', '.join(MODES)}")
-        if mode == "read" and (writes or options):
-            raise ConfigError("a node that only reads writes no answer: leave out `writes` and decoding options")
+        steps = options.pop("steps", THINK_STEPS) if mode == "think" else None
+        if mode != "decode" and (writes or options):
+            raise ConfigError(f"mode={mode!r} writes no answer: leave out `writes` and decoding options")
         chat.check_options(options)
         self.chat = chat
         self.mode = mode
         self.writes = writes
         self.latent = latent
-        self.inherit = (latent,) if inherit is None else (inherit,) if isinstance(inherit, str) else tuple(inherit)
+        self.steps = steps
+        self.inherit = _ways(inherit, latent)
+        self.select = select
+        self.repair = repair
+        if (select or repair) and "compose" not in self.inherit.values():
+            raise ConfigError('select and repair are for composed handles: pass inherit="compose" with them')
         self.options = options
         self._prompt = _prompt_function(prompt)
 
@@ -78,6 +92,8 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         messages, handles = self._begin(input, config)
         if self.mode == "read":
             return {self.latent: self.chat.read(messages, inherit=handles, config=config)}
+        if self.steps is not None:
+            return {self.latent: self.chat.think(messages, inherit=handles, steps=self.steps, config=config)}
         return self._update(self.chat.invoke(messages, config, inherit=handles, **self.options))
 
     async def ainvoke(
@@ -87,6 +103,8 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         messages, handles = self._begin(input, config)
         if self.mode == "read":
             return {self.latent: await self.chat.aread(messages, inherit=handles, config=config)}
+        if self.steps is not None:
+            return {self.latent: await self.chat.athink(messages, inherit=handles, steps=self.steps, config=config)}
         return self._update(await self.chat.ainvoke(messages, config, inherit=handles, **self.options))
 
     def _begin(self, state: Any, config: RunnableConfig | None) -> tuple[Sequence[BaseMessage], list[KVHandle]]:
@@ -99,11 +117,17 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
                 f"`{key}: Annotated[KVHandle | None, LatentChannel]` in its schema, or pass inherit=()",
                 stacklevel=3,
             )
-        return self._prompt(values), self._inherited(values)
+        messages = self._prompt(values)
+        appended, composed = (self._inherited(values, way) for way in WAYS)
+        if not composed:
+            return messages, appended
+        system = messages[0] if messages and isinstance(messages[0], SystemMessage) else None
+        handle = self.chat.compose(composed, system=system, select=self.select, repair=self.repair)
+        return messages[1 if system else 0 :], [handle, *appended]
 
-    def _inherited(self, state: Mapping[str, Any]) -> list[KVHandle]:
+    def _inherited(self, state: Mapping[str, Any], way: str) -> list[KVHandle]:
         handles: list[KVHandle] = []
-        for key in self.inherit:
+        for key in (key for key, each in self.inherit.items() if each == way):
             value = state.get(key)
             handles += [] if value is None else [value] if isinstance(value, KVHandle) else value
         return handles
@@ -113,6 +137,16 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         if self.writes:
             update[self.writes] = [reply] if self.writes == "messages" else reply.text
         return update
+
+
+def _ways(inherit: str | Sequence[str] | Mapping[str, str], latent: str) -> dict[str, str]:
+    """State keys and how the handles under them are inherited."""
+    if isinstance(inherit, str):
+        inherit = {latent: inherit} if inherit in WAYS else (inherit,)
+    ways = dict(inherit) if isinstance(inherit, Mapping) else dict.fromkeys(inherit, "append")
+    if unknown := [way for way in ways.values() if way not in WAYS]:
+        raise ConfigError(f"inherit: {unknown[0]!r} is unknown; known ways: {', '.join(WAYS)}")
+    return ways
 
 
 def _state_values(state: Any) -> Mapping[str, Any]:

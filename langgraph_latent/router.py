@@ -12,6 +12,7 @@ from langgraph_latent.compat import Compatibility, Difference, Level
 from langgraph_latent.errors import ConfigError, RouteError
 from langgraph_latent.handle import KVHandle
 from langgraph_latent.rates import Cost, Rates
+from langgraph_latent.recipe import Repair
 from langgraph_latent.spec import ModelSpec
 
 MARGIN = 0.1
@@ -37,6 +38,8 @@ class EdgePolicy:
         max_context_tokens: a handle with more tokens is refused, whatever the route: a chain's cache grows with every
             agent. None for no limit but the model's own.
         on_failure: "fall_back" takes the next safer route, "raise" lets the error through.
+        repair: how far handles are repaired that the receiver merges because the policy allows level 1; None for not.
+        thoughts: whether latent steps may be handed over, where a measured parity says that they lose nothing.
     """
 
     allow: frozenset[Level] = frozenset({Level.EXACT, Level.TEXT})
@@ -44,6 +47,8 @@ class EdgePolicy:
     judge: bool = False
     on_failure: Literal["fall_back", "raise"] = "fall_back"
     max_context_tokens: int | None = None
+    repair: Repair | None = None
+    thoughts: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -54,8 +59,11 @@ class EdgePolicy:
             raise ConfigError(f"{error}; known {known}") from None
         if self.route is Route.ADAPTER:
             raise ConfigError("route=ADAPTER can't be forced: there is no adapter yet; force CACHE or TEXT")
-        if not isinstance(self.judge, bool):
-            raise ConfigError(f"judge is {self.judge!r}; it is True or False")
+        for name in ("judge", "thoughts"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it is True or False")
+        if self.repair is not None and not isinstance(self.repair, Repair):
+            raise ConfigError(f"repair is {self.repair!r}; it is a Repair, or None")
         if self.on_failure not in ("fall_back", "raise"):
             raise ConfigError(f"on_failure is {self.on_failure!r}; known: 'fall_back', 'raise'")
         limit = self.max_context_tokens
@@ -78,6 +86,7 @@ class EdgePolicy:
         parts = [f"allows {_names(self.levels)}"]
         parts += [f"forces {self.route.value}"] if self.route else []
         parts += ["for a judge"] if self.judge else []
+        parts += ["thoughts too"] if self.thoughts else []
         parts += [f"at most {self.max_context_tokens:,} tokens"] if self.max_context_tokens else []
         return ", ".join([*parts, f"on failure: {self.on_failure}"])
 
@@ -127,6 +136,10 @@ class Facts(NamedTuple):
         rates: measured where the receiver runs.
         first: False for a handle that comes behind another one: appending to its cache is then impossible.
         append_refusal: why nothing can be appended to a cache of the receiver, "" where it can.
+        level: EXACT, or MOVED for a handle whose cache is composed of moved blocks.
+        move_refusal: why the receiver can't make a composed cache, "" where it can or need not.
+        has_thoughts: whether there are latent steps in the handle.
+        thought_refusal: why they are not to be used, "" where they may be.
     """
 
     num_tokens: int = 0
@@ -136,11 +149,10 @@ class Facts(NamedTuple):
     rates: Rates = Rates()
     first: bool = True
     append_refusal: str = ""
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the whole cache is where the receiver is: nothing could be cheaper."""
-        return self.num_tokens == self.cached_tokens > 0 and not self.move_bytes
+    level: Level = Level.EXACT
+    move_refusal: str = ""
+    has_thoughts: bool = False
+    thought_refusal: str = ""
 
 
 class Way(NamedTuple):
@@ -191,7 +203,8 @@ def choose(compatibility: Compatibility, policy: EdgePolicy, facts: Facts = Fact
     way, code, reason = choose_way(compatibility, policy, facts)
     if way is None:
         raise RouteError(reason)
-    return RouteDecision(way.route, way.level, code, reason, compatibility, way.cost(facts))
+    level = max(way.level, facts.level)
+    return RouteDecision(way.route, level, code, reason, compatibility, way.cost(facts))
 
 
 def choose_way(compatibility: Compatibility, policy: EdgePolicy, facts: Facts) -> Choice:
@@ -204,12 +217,12 @@ def choose_way(compatibility: Compatibility, policy: EdgePolicy, facts: Facts) -
         if may_read:
             return Choice(REREAD, code, obstacle)
         return Choice(None, code, _no_route(compatibility, policy, facts, obstacle))
-    if facts.is_in_place:
-        return Choice(DELIVER, "same_model", "same model: its cache is continued")
     is_gone = not facts.cached_tokens
     best = REBUILD if is_gone or _is_cheaper(REBUILD, DELIVER, facts) else DELIVER
     if may_read and _is_cheaper(REREAD, REBUILD, facts) and (is_gone or _is_cheaper(REREAD, DELIVER, facts)):
         return Choice(REREAD, "cheaper", _cheaper(REREAD, best, facts))
+    if facts.level is Level.MOVED:
+        return Choice(best, "composed", "same model: its cache is composed of moved blocks and continued")
     if best is DELIVER:
         return Choice(DELIVER, "same_model", "same model: its cache is continued")
     if is_gone:
@@ -238,8 +251,15 @@ def _obstacle(compatibility: Compatibility, policy: EdgePolicy, facts: Facts) ->
         return "not_first", "it comes behind another handle, so its cache would have to be moved"
     if facts.append_refusal:
         return "not_appendable", f"the model's caches can't be appended to: {facts.append_refusal}"
-    if Level.EXACT not in policy.levels:
-        return "not_allowed", "the edge's policy does not allow level 0"
+    if facts.level not in policy.levels:
+        what = "the handle's cache is composed of moved blocks, and " if facts.level is Level.MOVED else ""
+        return "not_allowed", f"{what}the edge's policy does not allow level {int(facts.level)}"
+    if facts.move_refusal:
+        return "not_movable", f"the model's caches can't be composed: {facts.move_refusal}"
+    if facts.has_thoughts and not policy.thoughts:
+        return "no_thoughts", "the edge's policy takes no latent steps; allow them with EdgePolicy(thoughts=True)"
+    if facts.has_thoughts and facts.thought_refusal:
+        return "no_thoughts", facts.thought_refusal
     return "", ""
 
 
@@ -250,8 +270,8 @@ def _text_obstacle(policy: EdgePolicy) -> str:
 
 
 def _no_route(compatibility: Compatibility, policy: EdgePolicy, facts: Facts, obstacle: str) -> str:
-    level = compatibility.level if facts.first else max(compatibility.level, Level.MOVED)
-    works = Level.TEXT if facts.append_refusal else level
+    level = max(compatibility.level, facts.level if facts.first else Level.MOVED)
+    works = Level.TEXT if facts.append_refusal or facts.move_refusal else level
     differing = f" ({'; '.join(compatibility.reasons)})" if compatibility.differences else ""
     return (
         f"no route: {obstacle}; the best level that works is {works.name}{differing}, the policy allows "
@@ -321,6 +341,13 @@ class EdgeRouter:
         edge = self.match(source, node)
         return self.default if edge is None else self.policies[edge]
 
+    def policy_for(self, handle: KVHandle, node: str) -> EdgePolicy:
+        """The policy of a handle's edge; it allows no level below 0 that the edge of one of its blocks forbids."""
+        policy = self.policy(handle.source, node)
+        for origin in handle.origins:
+            policy = replace(policy, allow=policy.allow & self.policy_for(origin, node).allow)
+        return policy
+
     def match(self, source: str, node: str) -> tuple[str, str] | None:
         """The key of `policies` that counts for an edge; None where it is the default."""
         for edge in ((source, node), ("*", node), (source, "*"), ("*", "*")):
@@ -343,14 +370,14 @@ class EdgeRouter:
             situation = observer.situation(handle, receiver, first=first)
         else:
             spec = receiver if isinstance(receiver, ModelSpec) else receiver.spec
-            facts = Facts(handle.num_tokens, first=first, append_refusal=spec.capabilities.refusal("append"))
+            facts = facts_of(handle, spec)._replace(first=first)
             situation = Situation(handle.model, spec, by_identity(handle.model, spec), facts)
         return self.explain_situation(handle, situation, node)
 
     def explain_situation(self, handle: KVHandle, situation: Situation, node: str = "") -> Explanation:
         """The same for facts that are known already."""
         sender, receiver, compatibility, facts = situation
-        policy, pattern = self.policy(handle.source, node), self.match(handle.source, node)
+        policy, pattern = self.policy_for(handle, node), self.match(handle.source, node)
         chosen, code, reason = choose_way(compatibility, policy, facts)
         level = f"level {int(compatibility.level)} {compatibility.level.name}"
         taken = f"{chosen.route.value}, level {int(chosen.level)} {chosen.level.name}" if chosen else "refused"
@@ -373,6 +400,22 @@ class EdgeRouter:
         if chosen is not None:
             explanation.decision = choose(compatibility, policy, facts)
         return explanation
+
+
+def facts_of(handle: KVHandle, receiver: ModelSpec) -> Facts:
+    """What a handle and a receiver's spec tell by themselves."""
+    capabilities = receiver.capabilities
+    move_refusal = capabilities.refusal("move") if handle.lineage and handle.origins else ""
+    if handle.needs_rows and not move_refusal:
+        move_refusal = capabilities.refusal("batch")
+    return Facts(
+        handle.num_tokens,
+        append_refusal=capabilities.refusal("append"),
+        level=Level.EXACT if handle.is_exact else Level.MOVED,
+        move_refusal=move_refusal,
+        has_thoughts=handle.has_thoughts,
+        thought_refusal=capabilities.refusal("think"),
+    )
 
 
 def by_identity(sender: str, receiver: ModelSpec) -> Compatibility:

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from langgraph_latent.errors import RequestCancelledError
 from langgraph_latent.events import Decoded, FellBack, Prefilled
-from langgraph_latent.handle import TOKEN_BYTES, KVHandle, pack_tokens, unpack_tokens
+from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message, pack_tokens, unpack_tokens
 from langgraph_latent.kv.state import KVState, KVTail
 from langgraph_latent.models.answer import Answer, Part
 from langgraph_latent.models.grammar import Constraint
@@ -27,8 +27,12 @@ from langgraph_latent.models.resident import ResidentModel
 from langgraph_latent.models.sampling import Sampler, Sampling
 from langgraph_latent.models.scheduler import Lane, Limits
 from langgraph_latent.rates import Cost
+from langgraph_latent.recipe import Recipe, Thought
 from langgraph_latent.router import Route, RouteDecision
 from langgraph_latent.workspace import LatentWorkspace, Request
+
+EMPTY_ANSWER: Message = {"role": "assistant", "content": ""}
+"""Stands for latent steps, which have no text."""
 
 
 class Turn:
@@ -61,15 +65,38 @@ class Turn:
         self.num_reasoning_tokens = 0
         self.answer = Answer()
         self.finish_reason = ""
-        new_tokens = delivery.tokens[len(delivery.base.tokens) :]
-        self.handle = delivery.base.extend(
-            "prompt",
-            request.origin.node,
-            new_tokens,
-            delivery.messages,
-            model.spec.bytes_per_token,
-            framing=request.framing.digest,
-        )
+        self.handle = self._with_prompt(self._with_head(delivery.base))
+
+    def _with_head(self, base: KVHandle) -> KVHandle:
+        """The base; where that is of no tokens, with what leads the conversation as a segment of its own."""
+        messages = self._delivery.messages
+        head = b"" if base.tokens else self._model.prompts.head(messages, self._framing)
+        if not head or not self._delivery.tokens.startswith(head):
+            return base
+        system = [message for message in messages[:1] if message["role"] == "system"]
+        return self._with(base, "system", head, system)
+
+    def _with_prompt(self, base: KVHandle) -> KVHandle:
+        """A handle of the whole prompt, of which the base has the first tokens and messages."""
+        delivery = self._delivery
+        num_told = len(base.messages) - len(delivery.base.messages)
+        return self._with(base, "prompt", delivery.tokens[len(base.tokens) :], delivery.messages[num_told:])
+
+    def _with(
+        self, base: KVHandle, kind: str, tokens: bytes, messages: Sequence[Message], recipe: Recipe | None = None
+    ) -> KVHandle:
+        node, size = self._origin.node, self._model.spec.bytes_per_token
+        return base.extend(kind, node, tokens, messages, size, framing=self._framing.digest, recipe=recipe)
+
+    def think(self, steps: int) -> KVHandle:
+        """Prefill the prompt, which ends where an answer begins, and take latent steps there; the handle of it all."""
+        recipe = Thought(steps)
+        with self._prefilled(num_left=1) as (tail, _, _):
+            (last,) = unpack_tokens(self._delivery.tokens[-TOKEN_BYTES:])
+            self._model.think(last, steps, tail)
+            self.handle = self._with(self.handle, "latent", bytes(steps * TOKEN_BYTES), [EMPTY_ANSWER], recipe)
+            self._workspace.keep(self.handle, tail.seal(), self._origin)
+        return self.handle
 
     def read(self) -> KVHandle:
         """Prefill the prompt; the handle of it."""
@@ -147,10 +174,7 @@ class Turn:
     def _finish(self, state: KVState, seconds: float) -> None:
         """Complete the handle with what was sampled, and give it with its state to the workspace."""
         if self.sampled:
-            tokens, size = pack_tokens(self.sampled), self._model.spec.bytes_per_token
-            self.handle = self.handle.extend(
-                "generated", self._origin.node, tokens, [self.answer.message], size, framing=self._framing.digest
-            )
+            self.handle = self._with(self.handle, "generated", pack_tokens(self.sampled), [self.answer.message])
         self._workspace.keep(self.handle, state, self._origin)
         self._workspace.emit(
             Decoded(
@@ -165,20 +189,22 @@ class Turn:
         )
 
     @contextmanager
-    def _prefilled(self) -> Iterator[tuple[KVTail, torch.Tensor | None, Lane]]:
-        """The tail behind the prompt, the logits after it (None where nothing had to be fed), and the lane to go on in.
+    def _prefilled(self, num_left: int = 0) -> Iterator[tuple[KVTail, torch.Tensor | None, Lane]]:
+        """The tail behind the prompt but for `num_left` tokens, the logits after it (None where nothing had to be fed),
+        and the lane to go on in.
 
         A delivered cache that fails in use is given up for re-reading the whole prompt, where the policy allows it.
         """
-        delivery = self._delivery
+        delivery, end = self._delivery, len(self._delivery.tokens) - num_left * TOKEN_BYTES
         with self._model.scheduler.lane(self._limits) as lane:
             try:
-                tail, logits = self._feed(delivery.state, delivery.missing, lane)
+                missing = delivery.tokens[delivery.state.num_tokens * TOKEN_BYTES : end]
+                tail, logits = self._feed(delivery.state, missing, lane)
             except (RuntimeError, MemoryError) as error:  # out of memory among them; our own errors are neither
                 if not delivery.state.num_tokens or not delivery.may_fall_back:
                     raise
                 self._fall_back(error)
-                tail, logits = self._feed(self._model.empty_state(), delivery.tokens, lane)
+                tail, logits = self._feed(self._model.empty_state(), delivery.tokens[:end], lane)
             with tail:
                 yield tail, logits, lane
 

@@ -19,11 +19,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from langgraph_latent.compat import Compatibility, Level, compare
-from langgraph_latent.delivery import Delivery, Request, told_by, unrouted, without_contained
+from langgraph_latent.compose import merge, without_contained
+from langgraph_latent.composer import Made, compose, think
+from langgraph_latent.delivery import Delivery, Request, told_by, unrouted, without_thoughts
 from langgraph_latent.errors import (
     CacheBudgetError,
     ClosedError,
     CodecError,
+    ConfigError,
     HandleError,
     ModelMismatchError,
     PromptError,
@@ -31,6 +34,7 @@ from langgraph_latent.errors import (
     UnknownHandleError,
 )
 from langgraph_latent.events import (
+    Composed,
     Delivered,
     Diverged,
     Event,
@@ -55,11 +59,13 @@ from langgraph_latent.models import resident
 from langgraph_latent.models.prompt import Prompt
 from langgraph_latent.models.resident import ModelKey, ResidentModel
 from langgraph_latent.models.template import Framing
+from langgraph_latent.parity import parity_refusal
 from langgraph_latent.pool.budget import default_budget, parse_bytes
 from langgraph_latent.pool.policies import EvictionPolicy
 from langgraph_latent.pool.pool import CachePool, Namespace, PoolInfo
 from langgraph_latent.pool.recipes import RecipeBook
 from langgraph_latent.rates import Cost, RateMeter, Rates
+from langgraph_latent.recipe import Composition, Thought
 from langgraph_latent.router import (
     EdgePolicy,
     EdgeRouter,
@@ -70,6 +76,7 @@ from langgraph_latent.router import (
     Situation,
     by_identity,
     choose,
+    facts_of,
 )
 from langgraph_latent.spec import ModelSpec
 from langgraph_latent.tracer import LatentTracer
@@ -235,8 +242,8 @@ class LatentWorkspace:
         for handle in request.handles:
             self.check(handle)
         spec = self._known_spec(receiver)
-        handles = without_contained(request.handles)
-        policies = [self.router.policy(handle.source, request.origin.node) for handle in handles]
+        handles = self._joined(without_contained(request.handles), spec, request.origin.node)
+        policies = [self.router.policy_for(handle, request.origin.node) for handle in handles]
         edges = [
             self._route(handle, receiver, spec, policy, request, first=not index)
             for index, (handle, policy) in enumerate(zip(handles, policies, strict=True))
@@ -244,7 +251,7 @@ class LatentWorkspace:
         root = KVHandle.root(spec.identity, self.tenant)
         lead = handles[0] if edges and edges[0].route is Route.CACHE else root
         receiver.check_vocabulary(lead)
-        told = (*told_by(handles), *request.messages)
+        told = (*(told_by(handles) if lead is not root else without_thoughts(told_by(handles))), *request.messages)
         prompt = receiver.prompts.extend(lead, told[_num_messages(lead) :], request.framing, reply=request.reply)
         if changes := receiver.prompts.template.adapt(told, request.framing.tools).changes:
             self.emit(Reworded(origin=request.origin, model=spec.identity, changes=changes))
@@ -252,12 +259,16 @@ class LatentWorkspace:
         num_fed = 1 if request.reply else 0  # an answer's first token follows the logits of a token that is fed
         receiver.check_length(num_tokens + num_fed)
         self.pool.check_fits(capacity_for(num_tokens) * spec.bytes_per_token)
+        if prompt.num_inherited < lead.num_composed:  # no part of a composition can be used alone
+            edges[0] = edges[0].diverged(prompt.num_inherited, 0, lead.num_tokens)
+            lead = root
         found, moved = None, None
         may_fall_back = all(policy.may_fall_back for policy in policies)
         may_reuse = request.reuse and not any(policy.route is Route.TEXT for policy in policies)
         if may_reuse and spec.capabilities.can("append"):
             try:
-                found, moved = self._bring(receiver, spec, prompt.tokens, num_tokens - num_fed, edges, request.origin)
+                limit = num_tokens - num_fed
+                found, moved = self._bring(receiver, spec, lead, prompt.tokens, limit, edges, request.origin)
             except (RuntimeError, MemoryError) as error:  # the receiver's device has no room for it
                 if not may_fall_back:
                     raise
@@ -282,6 +293,19 @@ class LatentWorkspace:
             decision=replace(decision, estimated=estimated, actual=moved),
             may_fall_back=may_fall_back,
         )
+
+    def _joined(self, handles: list[KVHandle], spec: ModelSpec, node: str) -> list[KVHandle]:
+        """Several handles as one, where every edge's policy allows level 1 and the model can move; else as they are."""
+        policies = [self.router.policy_for(handle, node) for handle in handles]
+        is_allowed = all(Level.MOVED in policy.levels and policy.route is not Route.TEXT for policy in policies)
+        is_own = all(handle.model == spec.identity for handle in handles)
+        if len(handles) < 2 or not (is_allowed and is_own and spec.capabilities.can("move")):
+            return handles
+        repair = policies[0].repair if spec.capabilities.can("batch") else None
+        try:
+            return [merge(handles, repair=repair)]
+        except ConfigError:  # nothing but system prompts is new in one of them
+            return handles
 
     def explain(
         self,
@@ -338,7 +362,8 @@ class LatentWorkspace:
         tokens = handle.tokens[: state.num_tokens * TOKEN_BYTES]
         owner = _scopes.get().get(id(self)) or (_thread_owner(origin.thread_id) if origin.thread_id else "")
         try:
-            lost = self.pool.put(Namespace(handle.model, self.tenant), tokens, state, handle.id, owner)
+            namespace = Namespace(handle.model, self.tenant, handle.lineage)
+            lost = self.pool.put(namespace, tokens, state, handle.id, owner)
         except CacheBudgetError:  # it grew past the budget while it was decoded: the answer stands
             lost = [handle.id, *self.pool.drop_storage(state)]
         self._report_lost(lost, "closed" if self._closed else "budget")
@@ -393,14 +418,67 @@ class LatentWorkspace:
         receiver.check_vocabulary(handle)
         if not handle.tokens:
             raise HandleError("a handle of no tokens has no cache; read something first")
-        state = self._find(handle.model, handle.tokens, handle.num_tokens) or receiver.empty_state()
-        if missing := unpack_tokens(handle.tokens[state.num_tokens * TOKEN_BYTES :]):
-            self.emit(Rebuilt(handle=handle.id, model=handle.model, num_tokens=len(missing), reason="not in the pool"))
-            state, _ = self._move(state, receiver, Origin())
-            with state.append(handle.num_tokens) as tail:
+        return self._state(handle, handle.num_tokens, receiver, Origin())
+
+    def _state(self, handle: KVHandle, num_tokens: int, receiver: ResidentModel, origin: Origin) -> KVState:
+        """The state of a handle's first `num_tokens` tokens where the receiver is, what is missing computed."""
+        state = self._kept_or_made(handle, handle.tokens, num_tokens, receiver, origin) or receiver.empty_state()
+        state, _ = self._move(state, receiver, origin)
+        if missing := unpack_tokens(handle.tokens[state.num_tokens * TOKEN_BYTES : num_tokens * TOKEN_BYTES]):
+            if len(missing) > handle.num_pending:
+                self.emit(
+                    Rebuilt(handle=handle.id, model=handle.model, num_tokens=len(missing), reason="not in the pool")
+                )
+            with state.append(num_tokens) as tail:
                 receiver.prefill(missing, tail)
                 state = tail.seal()
         return state
+
+    def _kept_or_made(
+        self, handle: KVHandle, tokens: bytes, limit: int, receiver: ResidentModel, origin: Origin
+    ) -> KVState | None:
+        """The state that covers most of packed `tokens`, which continue a handle; what is composed in it is made."""
+        found = self._find(handle, tokens, limit)
+        if not handle.num_composed or (found and found.num_tokens >= min(handle.num_composed, limit)):
+            return found
+        made = self._make(handle, receiver, origin)
+        return made.crop(limit) if limit < made.num_tokens else made
+
+    def _make(self, handle: KVHandle, receiver: ResidentModel, origin: Origin) -> KVState:
+        """The state up to the last of a handle's segments that has a recipe, kept for others."""
+        begin = time.perf_counter()
+        number = max(index for index, segment in enumerate(handle.segments) if segment.recipe)
+        before, made_handle = handle.first(number), handle.first(number + 1)
+        made = self._add(made_handle, before, receiver, origin)
+        segment = made_handle.segments[-1]
+        self.emit(
+            Composed(
+                origin=origin,
+                handle=made_handle.id,
+                model=handle.model,
+                source=segment.source,
+                num_tokens=segment.num_tokens,
+                nbytes=made.state.nbytes,
+                duration_s=time.perf_counter() - begin,
+                kind=segment.kind,
+                num_repaired=made.num_repaired,
+            )
+        )
+        self.restore(made_handle, made.state, origin)
+        return made.state
+
+    def _add(self, handle: KVHandle, before: KVHandle, receiver: ResidentModel, origin: Origin) -> Made:
+        """What the last segment of a handle adds by its recipe to the state of what is before it."""
+        segment = handle.segments[-1]
+        if isinstance(segment.recipe, Thought):
+            start = self._state(before, before.num_tokens - 1, receiver, origin)
+            return think(segment.recipe, unpack_tokens(before.tokens)[-1], start, receiver)
+        assert isinstance(segment.recipe, Composition)
+        start = self._state(before, before.num_tokens, receiver, origin)
+        ids = unpack_tokens(handle.tokens[before.num_tokens * TOKEN_BYTES :])
+        return compose(
+            segment.recipe, ids, start, receiver, lambda each: self._state(each, each.num_tokens, receiver, origin)
+        )
 
     def export(self, handle: KVHandle, receiver: ResidentModel, path: str | Path | None) -> bytes | None:
         """Write a handle with its tensors to one file (mode 0600, whole or not at all), or return the bytes."""
@@ -532,33 +610,55 @@ class LatentWorkspace:
             if is_costly and receiver and framing:
                 text_tokens = _num_text_tokens(handle, receiver, framing)
         rates = self.rates(receiver) if receiver else Rates()
-        refusal = spec.capabilities.refusal("append")
-        facts = Facts(handle.num_tokens, num_cached, nbytes, text_tokens, rates, first, refusal)
+        facts = facts_of(handle, spec)
+        facts = facts._replace(
+            cached_tokens=num_cached,
+            move_bytes=nbytes,
+            text_tokens=text_tokens,
+            rates=rates,
+            first=first,
+            thought_refusal=facts.thought_refusal or (parity_refusal(spec.identity) if facts.has_thoughts else ""),
+        )
         return Situation(sender or handle.model, spec, compatibility, facts)
 
     def _kept(self, handle: KVHandle, spec: ModelSpec, receiver: ResidentModel | None) -> tuple[int, int]:
-        """How many of a handle's tokens are in the pool, and the bytes of them that the receiver would have to move."""
+        """How many of a handle's tokens are in the pool, and the bytes of them that the receiver would have to move.
+
+        Of a cache that is still to be composed, those that its blocks are taken from and that are not repaired.
+        """
         if self.pool.has(handle.id) and spec.weights not in self._twins:  # the usual case needs no search
             return handle.num_tokens - handle.num_pending, 0
-        found = self._find(handle.model, handle.tokens, handle.num_tokens)
-        if found is None:
-            return 0, 0
+        found = self._find(handle, handle.tokens, handle.num_tokens)
+        if found is None or found.num_tokens < handle.num_composed:
+            return self._num_at_hand(handle), 0
         return found.num_tokens, self._bytes_elsewhere(found, spec, receiver) if receiver else 0
+
+    def _num_at_hand(self, handle: KVHandle) -> int:
+        """How many of a handle's tokens would not be computed if it were composed now."""
+        num_plain = handle.num_plain if handle.num_composed else handle.num_tokens
+        found = self._find(handle.first(0), handle.tokens, num_plain)
+        num_tokens = found.num_tokens if found else 0
+        for segment in handle.segments:
+            if isinstance(recipe := segment.recipe, Composition):
+                at_hand = sum(block.num_tokens for block in recipe.blocks if self.pool.has(block.handle.id))
+                num_tokens += int(at_hand * (1 - recipe.repair.ratio)) if recipe.repair else at_hand
+        return num_tokens
 
     def _bring(
         self,
         receiver: ResidentModel,
         spec: ModelSpec,
+        lead: KVHandle,
         tokens: bytes,
         limit: int,
         edges: Sequence[RouteDecision],
         origin: Origin,
     ) -> tuple[KVState | None, Cost | None]:
-        """The state that covers most of a prompt, where the receiver is, and what moving it there took.
+        """The state that covers most of a prompt, which continues `lead`, where the receiver is, and what moving took.
 
         Whether a state from elsewhere is moved was decided with the edge; where there is none, it is decided alike.
         """
-        found = self._find(spec.identity, tokens, limit)
+        found = self._kept_or_made(lead, tokens, limit, receiver, origin)
         if found is None or not (nbytes := self._bytes_elsewhere(found, spec, receiver)):
             return found, None
         facts = Facts(limit, found.num_tokens, nbytes, rates=self.rates(receiver))
@@ -594,8 +694,9 @@ class LatentWorkspace:
         """Bytes of a kept state that are on other devices than the receiver's."""
         return _bytes_elsewhere(state, receiver) if spec.weights in self._twins else 0
 
-    def _find(self, model: str, tokens: bytes, limit: int) -> KVState | None:
-        return self.pool.longest_prefix(Namespace(model, self.tenant), tokens, limit)
+    def _find(self, handle: KVHandle, tokens: bytes, limit: int) -> KVState | None:
+        """The kept state that covers most of packed `tokens`, made as the handle's cache was."""
+        return self.pool.longest_prefix(Namespace(handle.model, self.tenant, handle.lineage), tokens, limit)
 
     def _report_delivery(
         self, request: Request, handle: KVHandle, state: KVState, prompt: Prompt, duration_s: float

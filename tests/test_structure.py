@@ -24,7 +24,10 @@ PACKAGE = Path(langgraph_latent.__file__).parent
 LAYERS = [
     "errors",
     "paths",
+    "parity",
+    "recipe",
     "handle",
+    "compose",
     "spec",
     "compat",
     "matrix",
@@ -51,6 +54,7 @@ LAYERS = [
     "models.grammar",
     "models.prompt",
     "models.probe",
+    "models.align",
     "models.attention",
     "models.scheduler",
     "models.resident",
@@ -64,6 +68,7 @@ LAYERS = [
     "adapters.base",
     "adapters",
     "delivery",
+    "composer",
     "tracer",
     "metrics",
     "workspace",
@@ -93,7 +98,7 @@ LAYERS = [
     "cli",
     "__main__",
 ]
-PLAIN = ["errors", "paths", "handle", "spec", "compat", "events", "rates", "router"]
+PLAIN = ["errors", "paths", "parity", "recipe", "handle", "compose", "spec", "compat", "events", "rates", "router"]
 TORCH_FREE = [
     *PLAIN,
     "channel",
@@ -127,9 +132,12 @@ PUBLIC = [
     "LatentWorkspace",
     "Level",
     "ModelSpec",
+    "Repair",
     "Route",
     "RouteDecision",
+    "Selection",
     "compare",
+    "merge",
 ]
 
 

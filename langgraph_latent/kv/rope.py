@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -33,6 +33,10 @@ class RotationSpec(NamedTuple):
     layout: Layout
     begin: int
     direction: int = 1
+
+
+LayerRotation = tuple[RotationSpec | None, RotationSpec | None]
+"""Of a layer's keys and values; None where they carry no position."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,15 @@ def find_rotation(
 
 def rotation_of(spec: RotationSpec, known: Mapping[str, torch.Tensor]) -> Rotation:
     return Rotation(spec.direction * known[spec.frequencies].cpu(), spec.layout, spec.begin)
+
+
+Rotations = tuple[tuple[Rotation | None, Rotation | None], ...]
+"""Per layer, how its keys and its values carry positions."""
+
+
+def rotations_of(specs: Sequence[LayerRotation], known: Mapping[str, torch.Tensor]) -> Rotations:
+    """The rotations that these name among a model's known frequencies."""
+    return tuple((keys and rotation_of(keys, known), values and rotation_of(values, known)) for keys, values in specs)
 
 
 def _rotations(known: Mapping[str, torch.Tensor], channels: int) -> Iterator[tuple[RotationSpec, Rotation]]:

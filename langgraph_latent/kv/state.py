@@ -97,17 +97,25 @@ class KVState:
 
     Attributes:
         wholes: per layer transformers' own layer where it is kept whole, None where tokens are in the buffer.
+        biases: per layer what is added to the scores of its first tokens in attention, (tokens,), float32; () for
+            nothing anywhere.
     """
 
-    __slots__ = ("buffer", "kinds", "num_tokens", "wholes", "__weakref__")
+    __slots__ = ("biases", "buffer", "kinds", "num_tokens", "wholes", "__weakref__")
 
     def __init__(
-        self, buffer: KVBuffer, kinds: tuple[LayerKind, ...], num_tokens: int, wholes: tuple[Any, ...] = ()
+        self,
+        buffer: KVBuffer,
+        kinds: tuple[LayerKind, ...],
+        num_tokens: int,
+        wholes: tuple[Any, ...] = (),
+        biases: tuple[torch.Tensor, ...] = (),
     ) -> None:
         self.buffer = buffer
         self.kinds = kinds
         self.num_tokens = num_tokens
         self.wholes = wholes or (None,) * len(kinds)
+        self.biases = biases
         buffer.add_view(self)
 
     @classmethod
@@ -181,7 +189,18 @@ class KVState:
             return self
         if not self.can_crop(num_tokens):
             raise ValueError(f"a state of {self.num_tokens} tokens can't be cropped to {num_tokens}")
-        return KVState(self.buffer, self.kinds, num_tokens, self.wholes)
+        return KVState(self.buffer, self.kinds, num_tokens, self.wholes, self.biases)
+
+    def with_biases(self, biases: tuple[torch.Tensor, ...]) -> KVState:
+        """The same state, its tokens seen with these biases."""
+        return KVState(self.buffer, self.kinds, self.num_tokens, self.wholes, biases)
+
+    def has_tokens_from(self, begin: int) -> bool:
+        """Whether every layer keeps one key and value for each token from `begin` on."""
+        return all(
+            store.start <= begin if kind.has_tokens else kind.name == "none"
+            for kind, store in zip(self.kinds, self.buffer.layers, strict=True)
+        )
 
     def to(self, devices: Sequence[torch.device | None]) -> KVState:
         """The state with each layer on the device it is used on; itself where it is there already. None: anywhere."""
@@ -197,7 +216,7 @@ class KVState:
             else move_layer(self.wholes[index], device)
             for index, (kind, device) in enumerate(zip(self.kinds, devices, strict=True))
         ]
-        return KVState.from_layers(self.kinds, moved, self.num_tokens)
+        return KVState.from_layers(self.kinds, moved, self.num_tokens).with_biases(self.biases)
 
     def checksum(self) -> str:
         """SHA-256 over shape, dtype and bytes of every layer; reads all of it."""
@@ -251,6 +270,16 @@ class KVTail:
         return self._growth.origin
 
     @property
+    def is_biased(self) -> bool:
+        """Whether some tokens are seen with a bias."""
+        return bool(self.origin.biases)
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """The cache's layers."""
+        return self._cache.layers
+
+    @property
     def cache(self) -> Cache:
         """For the model's forward. Raises `RuntimeError` where a failed call spoiled a layer that is kept whole."""
         if self._is_spoiled:
@@ -275,7 +304,7 @@ class KVTail:
             None if kind.has_tokens else copy_layer(layer)
             for kind, layer in zip(origin.kinds, self._cache.layers, strict=True)
         ]
-        return KVState(buffer, origin.kinds, self.num_tokens, tuple(wholes))
+        return KVState(buffer, origin.kinds, self.num_tokens, tuple(wholes), origin.biases)
 
     def rewind(self, num_tokens: int) -> None:
         """Forget what a failed model call wrote behind the first `num_tokens` tokens."""
@@ -341,6 +370,29 @@ class _TailLayer(CacheLayerMixin):
         self.length += key_states.shape[-2]
         return store.view(self._kind.first_needed(at), self.length)
 
+    def row(self, keys: torch.Tensor, values: torch.Tensor) -> KeyRow:
+        """Write new tokens; what they attend to."""
+        num_new, begin = keys.shape[-2], self._kind.first_needed(self.length)
+        return KeyRow(num_new, *self.update(keys, values), self._bias(begin))
+
+    def rewrite(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> KeyRow:
+        """Write tokens at these positions, ascending, anew; what they attend to."""
+        store, at = self._store, positions - self._store.start
+        assert store.keys is not None, "only what was written can be written anew"
+        assert store.values is not None
+        store.keys.index_copy_(2, at, keys)
+        store.values.index_copy_(2, at, values)
+        begin = self._kind.first_needed(int(positions[0]))
+        return KeyRow(len(positions), *store.view(begin, self.length), self._bias(begin), positions - begin)
+
+    def _bias(self, begin: int) -> torch.Tensor | None:
+        """What is added to the scores of tokens `begin` to the last; None for nothing."""
+        biases = self._growth.origin.biases
+        if not biases:
+            return None
+        bias = biases[self._index][begin : self.length]
+        return torch.nn.functional.pad(bias, (0, self.length - begin - len(bias)))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _TailLayer:
         raise NotImplementedError("its forward copies the cache it is given, so what it writes can't be kept")
 
@@ -399,16 +451,33 @@ def _siblings(tails: Sequence[KVTail], sizes: Sequence[int]) -> list[Siblings]:
     ]
 
 
+class KeyRow(NamedTuple):
+    """What the new tokens of one sequence attend to.
+
+    Attributes:
+        num_new: how many they are.
+        keys, values: (1, kv_heads, length, head_dim).
+        bias: added to the scores of each key, (length,); None for nothing.
+        positions: where the new tokens are among the keys, (num_new,); None for the end.
+    """
+
+    num_new: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    bias: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+
 class RowKeys(torch.Tensor):
     """The new keys of several sequences, (1, kv_heads, seq, head_dim), that carry what each sequence attends to.
 
     Attributes:
-        rows: per sequence its number of new tokens, its keys and its values, (1, kv_heads, length, head_dim).
+        rows: per sequence what it attends to.
         siblings: rows that have their first keys and values in common.
         window: the layer's sliding window, 0 where it attends to everything.
     """
 
-    rows: list[tuple[int, torch.Tensor, torch.Tensor]]
+    rows: list[KeyRow]
     siblings: list[Siblings]
     window: int
 
@@ -432,10 +501,13 @@ class _RowsLayer(CacheLayerMixin):
             self._rows, self._sizes, key_states.split(self._sizes, -2), value_states.split(self._sizes, -2), strict=True
         )
         keys = key_states.as_subclass(RowKeys)
-        keys.rows = [(size, *row.update(own_keys, own_values)) for row, size, own_keys, own_values in parts]
+        keys.rows = [self._row(row, own_keys, own_values) for row, _, own_keys, own_values in parts]
         keys.siblings = self._siblings
         keys.window = self._rows[0].get_max_length() if self._rows[0].is_sliding else 0
         return keys, value_states
+
+    def _row(self, layer: _TailLayer, keys: torch.Tensor, values: torch.Tensor) -> KeyRow:
+        return layer.row(keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -448,6 +520,48 @@ class _RowsLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to prepare: every row has its own storage."""
+
+
+def repair_cache(tail: KVTail, positions: torch.Tensor) -> Cache:
+    """A tail as a `Cache` for a forward over tokens at these positions, ascending: they are written anew.
+
+    What a layer hands to attention are `RowKeys`, as with `rows_cache`.
+    """
+    return Cache(layers=[_RepairLayer(layer, positions) for layer in tail.layers])
+
+
+class _RepairLayer(_RowsLayer):
+    """One layer under a tail whose tokens are computed anew."""
+
+    def __init__(self, layer: _TailLayer, positions: torch.Tensor) -> None:
+        super().__init__([layer], [len(positions)], [])
+        self._positions = positions
+
+    def _row(self, layer: _TailLayer, keys: torch.Tensor, values: torch.Tensor) -> KeyRow:
+        return layer.rewrite(self._positions, keys, values)
+
+
+class ValuesReached(Exception):
+    """Carries the new values of the layer that a forward over an `early_cache` was to reach."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.values = values
+
+
+def early_cache(tail: KVTail, num_new: int, layer: int) -> Cache:
+    """A tail as a `Cache` for a forward over `num_new` tokens, which raises `ValuesReached` at a layer's values."""
+    before = [_RowsLayer([each], [num_new], []) for each in tail.layers[:layer]]
+    return Cache(layers=[*before, *(_LastLayer([each], [num_new], []) for each in tail.layers[layer:])])
+
+
+class _LastLayer(_RowsLayer):
+    """The layer at which a forward ends."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise ValuesReached(value_states)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

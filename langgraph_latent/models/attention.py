@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from langgraph_latent.kv.state import RowKeys
+from langgraph_latent.kv.state import KeyRow, RowKeys
 
 STOCK = "sdpa"
 NAME = "sdpa_rows"
@@ -69,36 +69,37 @@ def row_attention(
 
 def _attend_rows(query: torch.Tensor, key: RowKeys, scale: float | None) -> torch.Tensor:
     """Each row's new tokens over its own keys, side by side as in `query`, (1, heads, new, head_dim)."""
-    families = [family for family in key.siblings if family.num_shared >= MIN_SHARED and not key.window]
+    is_biased = any(row.bias is not None for row in key.rows)
+    families = [
+        family for family in key.siblings if family.num_shared >= MIN_SHARED and not key.window and not is_biased
+    ]
     if len(families) == 1 and len(families[0].rows) == len(key.rows):
         return _attend_siblings(query, key.rows, families[0].num_shared, scale)
-    queries = query.split([size for size, _, _ in key.rows], dim=2)
+    queries = query.split([row.num_new for row in key.rows], dim=2)
     outputs: dict[int, torch.Tensor] = {}
     for rows, num_shared in families:
         together = torch.cat([queries[row] for row in rows], dim=2)
         output = _attend_siblings(together, [key.rows[row] for row in rows], num_shared, scale)
         outputs.update(zip(rows, output.split(1, dim=2), strict=True))
-    for index, (_, keys, values) in enumerate(key.rows):
+    for index, row in enumerate(key.rows):
         if index not in outputs:
-            outputs[index] = _attend(queries[index], keys, values, key.window, scale)
+            outputs[index] = _attend(queries[index], row, key.window, scale)
     return torch.cat([outputs[index] for index in range(len(queries))], dim=2)
 
 
-def _attend_siblings(
-    query: torch.Tensor, rows: Sequence[tuple[int, torch.Tensor, torch.Tensor]], num_shared: int, scale: float | None
-) -> torch.Tensor:
+def _attend_siblings(query: torch.Tensor, rows: Sequence[KeyRow], num_shared: int, scale: float | None) -> torch.Tensor:
     """One new token of each row, (1, heads, rows, head_dim), over its keys: the first `num_shared` are equal in all.
 
     The shared ones are read once for all rows, the others row by row; then both parts are joined by their softmax sums.
     Idea: shared-prefix attention as in Hydragen (arXiv 2402.05099) and cascade inference.
     """
-    _, keys, values = rows[0]
+    keys, values = rows[0].keys, rows[0].values
     groups = query.unflatten(1, (keys.shape[1], -1))  # (1, kv_heads, heads of a group, rows, head_dim)
     shared = _partial(groups.flatten(2, 3), keys[:, :, :num_shared], values[:, :, :num_shared], scale)
     shared_output, shared_weight = (part.unflatten(2, groups.shape[2:4]) for part in shared)
     own = [
-        _partial(each, keys[:, :, num_shared:], values[:, :, num_shared:], scale)
-        for each, (_, keys, values) in zip(groups.unbind(3), rows, strict=True)
+        _partial(each, row.keys[:, :, num_shared:], row.values[:, :, num_shared:], scale)
+        for each, row in zip(groups.unbind(3), rows, strict=True)
     ]
     own_output, own_weight = (torch.stack(parts, dim=3) for parts in zip(*own, strict=True))
     share = torch.sigmoid(shared_weight - own_weight).unsqueeze(-1)
@@ -125,16 +126,16 @@ def _attend_once(
     return scaled_dot_product_attention(groups, keys, values, mask, scale=scale).reshape(*query.shape[:3], -1)
 
 
-def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int, scale: float | None
-) -> torch.Tensor:
+def _attend(query: torch.Tensor, row: KeyRow, window: int, scale: float | None) -> torch.Tensor:
     """One sequence's new tokens over all its keys, (1, heads, new, head_dim)."""
-    new, length = query.shape[2], keys.shape[2]
-    if new == 1:
-        return _attend_once(query, keys, values, None, scale)
-    behind = torch.arange(length - new, length, device=query.device)[:, None] - torch.arange(
-        length, device=query.device
-    )
+    new, length = query.shape[2], row.keys.shape[2]
+    bias = None if row.bias is None else row.bias.to(query.dtype)
+    if new == 1 and row.positions is None:
+        return _attend_once(query, row.keys, row.values, bias if bias is None else bias[None], scale)
+    at = torch.arange(length - new, length, device=query.device) if row.positions is None else row.positions
+    behind = at[:, None] - torch.arange(length, device=query.device)
     mask = (behind >= 0) & (behind < window) if window else behind >= 0
-    is_grouped = keys.shape[1] < query.shape[1]
-    return scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=is_grouped)
+    if bias is not None:
+        mask = torch.where(mask, bias, -torch.inf)
+    is_grouped = row.keys.shape[1] < query.shape[1]
+    return scaled_dot_product_attention(query, row.keys, row.values, mask, scale=scale, enable_gqa=is_grouped)

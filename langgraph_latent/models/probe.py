@@ -18,7 +18,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from langgraph_latent.errors import UnsupportedLayerError
-from langgraph_latent.kv.rope import LAYOUTS, Rotation, RotationSpec, find_rotation, frequencies, rotation_of
+from langgraph_latent.kv.compose import Piece, moved_behind
+from langgraph_latent.kv.rope import (
+    LAYOUTS,
+    LayerRotation,
+    RotationSpec,
+    find_rotation,
+    frequencies,
+    rotation_of,
+    rotations_of,
+)
 from langgraph_latent.kv.state import KVState, KVTail, LayerKind
 from langgraph_latent.spec import CAPABILITIES, Capabilities
 
@@ -38,8 +47,6 @@ WRONG = "gives other logits when its tokens are fed in parts"
 
 
 Parts = dict[str, torch.Tensor]
-LayerRotation = tuple[RotationSpec | None, RotationSpec | None]
-Rotations = tuple[tuple[Rotation | None, Rotation | None], ...]
 
 
 class Probed(Protocol):
@@ -418,7 +425,8 @@ class Probe:
             model.run(block, tail, attention_mask=hidden, **({"position_ids": at} if model.takes_positions else {}))
             in_place = model.run(last, tail)
         alone = self.whole[1].crop(len(block))
-        with moved_behind(start, alone, rotations_of(rotations, self._frequencies)).append(total) as tail:
+        moving = rotations_of(rotations, self._frequencies)
+        with moved_behind(start, [Piece.of(alone)], moving).append(total) as tail:
             return in_place, model.run(last, tail)
 
     def _positions(self, rotations: Sequence[LayerRotation], is_absolute: bool) -> str:
@@ -453,11 +461,6 @@ class _Position(NamedTuple):
     frequencies: str = ""
 
 
-def rotations_of(specs: Sequence[LayerRotation], known: Mapping[str, torch.Tensor]) -> Rotations:
-    """Per layer the rotation of its keys and of its values; None where they carry no position."""
-    return tuple((keys and rotation_of(keys, known), values and rotation_of(values, known)) for keys, values in specs)
-
-
 @contextlib.contextmanager
 def narrowed(model: Probed, wide: Collection[int]) -> Iterator[None]:
     """A model whose windows of these many tokens are `NARROW` ones, in its config, its modules and its cache layers."""
@@ -479,25 +482,6 @@ def narrowed(model: Probed, wide: Collection[int]) -> Iterator[None]:
         for owner, name, value in changed:
             setattr(owner, name, value)
         model.kinds = kinds
-
-
-def moved_behind(start: KVState, block: KVState, rotations: Rotations) -> KVState:
-    """A state of `start`'s tokens and, moved behind them, the block's; both must have all their tokens."""
-    layers: list[Any] = []
-    for index, (kind, turns) in enumerate(zip(start.kinds, rotations, strict=True)):
-        if not kind.has_tokens:
-            layers.append(start.wholes[index])
-            continue
-        pairs = zip(
-            *(state.buffer.layers[index].view(0, state.num_tokens) for state in (start, block)), turns, strict=True
-        )
-        layers.append(
-            tuple(
-                torch.cat([before, behind if turn is None else turn.shift(behind, start.num_tokens)], 2)
-                for before, behind, turn in pairs
-            )
-        )
-    return KVState.from_layers(start.kinds, layers, start.num_tokens + block.num_tokens)
 
 
 def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from langgraph_latent.errors import PromptError, TemplateError
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message, common_tokens, pack_tokens, unpack_tokens
-from langgraph_latent.models.template import PLAIN, ChatTemplate, Framing
+from langgraph_latent.models.template import PLAIN, USER, ChatTemplate, Framing
 
 # What a tokenizer writes for bytes that are no whole character yet.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -62,6 +63,27 @@ class PromptWriter:
             return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
         return Prompt(tokens, common)
 
+    def head(self, messages: Sequence[Message], framing: Framing = PLAIN) -> bytes:
+        """The tokens that lead a conversation of these messages: its system message, or the template's own words.
+
+        Empty where nothing leads it, or where its end can't be told from what follows.
+        """
+        lead = [message for message in messages[:1] if message["role"] == "system"]
+        try:
+            text, behind = self.template.render([*lead, USER], framing, reply=False), self._user_text
+        except TemplateError:
+            return b""
+        if not behind or not text.endswith(behind) or not self._is_cut(behind):
+            return b""
+        return pack_tokens(self._encode(text[: -len(behind)]))
+
+    @cached_property
+    def _user_text(self) -> str:
+        """What the template makes of `USER` behind a system message; "" where that can't be told."""
+        system = {"role": "system", "content": MARK}
+        alone, both = (self.template.render(told, PLAIN, reply=False) for told in ([system], [system, USER]))
+        return both[len(alone) :] if both.startswith(alone) else ""
+
     def _is_cut(self, rest: str) -> bool:
         """Whether a text begins with a special token before which any text can be cut: what stands on either side is
         tokenised the same without the other."""
@@ -86,7 +108,7 @@ class PromptWriter:
             told = self.template.render(messages, framing, reply=False)
             if not text.startswith(told):
                 return None
-            if handle.segments[-1].kind != "generated":
+            if not handle.ends_open:
                 return text[len(told) :]
             asked = self.template.render(messages[:-1], framing, reply=True)
             marked_answer = {"role": "assistant", "content": MARK}
@@ -100,7 +122,7 @@ class PromptWriter:
         if not self._says(handle, messages[-1], said):
             return None  # the template tells the answer otherwise than it was given
         last = unpack_tokens(handle.tokens[-TOKEN_BYTES:])
-        if last[0] in self._tokenizer.all_special_ids:  # a sampled end token closes it already
+        if handle.num_sampled and last[0] in self._tokenizer.all_special_ids:  # a sampled end token closes it already
             head, end, behind = closing.partition(self._decode(last))
             if end and not head.strip():
                 closing = behind
@@ -110,7 +132,7 @@ class PromptWriter:
         """Whether a template's version of an answer is what was sampled for it."""
         if set(answer) == {"role", "content"}:
             return told.strip() == str(answer["content"]).strip()
-        sampled = unpack_tokens(handle.tokens[-handle.segments[-1].num_tokens * TOKEN_BYTES :])
+        sampled = unpack_tokens(handle.tokens[-handle.num_sampled * TOKEN_BYTES :])
         said = self._decode(sampled).strip()
         return said.startswith(told.strip()) and bool(told.strip() or not said)
 

@@ -12,7 +12,7 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -35,15 +35,26 @@ from langgraph_latent.folder import (
     tokenizer_digest,
 )
 from langgraph_latent.handle import KVHandle
-from langgraph_latent.kv.rope import frequencies
-from langgraph_latent.kv.state import KVState, KVTail, LayerKind, empty_layers, layer_kinds, rows_cache
+from langgraph_latent.kv.rope import Rotations, frequencies, rotations_of
+from langgraph_latent.kv.state import (
+    KVState,
+    KVTail,
+    LayerKind,
+    ValuesReached,
+    early_cache,
+    empty_layers,
+    layer_kinds,
+    repair_cache,
+    rows_cache,
+)
 from langgraph_latent.models import compute
+from langgraph_latent.models.align import Alignment
 from langgraph_latent.models.answer import AnswerReaders
 from langgraph_latent.models.attention import STOCK, use_row_attention
 from langgraph_latent.models.digest import Digests, digests
 from langgraph_latent.models.grammar import GrammarCompiler
 from langgraph_latent.models.lora import AdapterWatch
-from langgraph_latent.models.probe import VERSION, Findings, Probe, Rotations, rotations_of, unprobed
+from langgraph_latent.models.probe import VERSION, Findings, Probe, unprobed
 from langgraph_latent.models.prompt import PromptWriter
 from langgraph_latent.models.sampling import Sampler
 from langgraph_latent.models.scheduler import MAX_ROWS, Lane, Row, Scheduler
@@ -224,6 +235,17 @@ class ResidentModel:
         logits[0].item()
         return logits
 
+    def logits(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
+        """Feed `ids` behind a tail in one call, as a request of its own; the logits after each of them, (ids, vocab).
+
+        Raises `ContextLengthError` where the sequence would be longer than the model takes.
+        """
+        self.check_length(tail.num_tokens + len(ids))
+        if self.findings.is_stepwise and tail.num_tokens:
+            return torch.stack([self.run([token], tail) for token in ids])
+        everywhere = range(len(ids))
+        return self._run_rows([(ids, tail)], everywhere) if tail.is_biased else self._run_one(ids, tail, everywhere)
+
     def _chunk(self, tail: KVTail, lane: Lane) -> int:
         """How many tokens the next call may be given."""
         if not self.findings.is_stepwise:
@@ -251,7 +273,9 @@ class ResidentModel:
 
     def forward(self, rows: Sequence[Row]) -> torch.Tensor:
         """One model call on the new tokens of several sequences; logits after the last of each, (rows, vocab)."""
-        return self.run(*rows[0])[None] if len(rows) == 1 else self.run_rows(rows)
+        if len(rows) == 1 and not rows[0].tail.is_biased:
+            return self.run(*rows[0])[None]
+        return self.run_rows(rows)
 
     def stock(self, ids: Sequence[int], num_last: int = 1) -> torch.Tensor:
         """Logits after each of the last ids, (num_last, vocab), by plain transformers: its own attention, no cache."""
@@ -274,6 +298,10 @@ class ResidentModel:
 
         With a mask over the whole length, as transformers itself runs one sequence.
         """
+        return self._run_one(ids, tail, [len(ids) - 1], **arguments)[0]
+
+    def _run_one(self, ids: Sequence[int], tail: KVTail, wanted: Sequence[int], **arguments: Any) -> torch.Tensor:
+        """The same, with the logits at the `wanted` indices, (wanted, vocab)."""
         if self.takes_mask and "attention_mask" not in arguments:
             length = tail.num_tokens + len(ids)
             arguments["attention_mask"] = torch.ones((1, length), dtype=torch.long, device=self.device)
@@ -281,7 +309,7 @@ class ResidentModel:
             arguments["position_ids"] = torch.arange(tail.num_tokens, tail.num_tokens + len(ids), device=self.device)[
                 None
             ]
-        (logits,) = self._run(tail.cache, ids, [len(ids) - 1], **arguments)
+        logits = self._run(tail.cache, ids, wanted, **arguments)
         tail.fed(len(ids))
         return logits
 
@@ -290,18 +318,65 @@ class ResidentModel:
 
         Each is at its own positions; `row_attention` keeps them apart.
         """
+        return self._run_rows(rows, [end - 1 for end in itertools.accumulate(len(ids) for ids, _ in rows)])
+
+    def _run_rows(self, rows: Sequence[tuple[Sequence[int], KVTail]], wanted: Sequence[int]) -> torch.Tensor:
+        """The same, with the logits at the `wanted` indices of all tokens, (wanted, vocab)."""
         sizes = [len(ids) for ids, _ in rows]
         positions = [at for ids, tail in rows for at in range(tail.num_tokens, tail.num_tokens + len(ids))]
-        logits = self._run(
-            rows_cache([tail for _, tail in rows], sizes),
-            [token for ids, _ in rows for token in ids],
-            [end - 1 for end in itertools.accumulate(sizes)],
+        ids = [token for ids, _ in rows for token in ids]
+        logits = self._run_at(rows_cache([tail for _, tail in rows], sizes), ids, positions, wanted)
+        for size, (_, tail) in zip(sizes, rows, strict=True):
+            tail.fed(size)
+        return logits
+
+    def rewrite(self, ids: Sequence[int], positions: Sequence[int], tail: KVTail) -> None:
+        """Compute tokens of a tail anew at their positions, ascending: each sees all before it.
+
+        It costs about their share of a prefill. Only for a model whose attention is given rows (`has_rows`).
+        """
+        self._run_at(repair_cache(tail, torch.tensor(positions, device=self.device)), ids, positions, [])
+
+    def early_values(self, ids: Sequence[int], state: KVState, layer: int) -> torch.Tensor:
+        """A layer's values of `ids` fed behind a state, (1, kv_heads, ids, head_dim); layers above are not run."""
+        with state.append() as tail:
+            positions = range(state.num_tokens, state.num_tokens + len(ids))
+            try:
+                self._run_at(early_cache(tail, len(ids), layer), ids, positions, [])
+            except ValuesReached as reached:
+                return reached.values
+        raise UnsupportedLayerError(f"{self.spec.name!r} does not use layer {layer} of its cache")
+
+    def _run_at(self, cache: Any, ids: Sequence[int], positions: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+        """A model call in which the cache's layers say what attends to what; logits at the `wanted` indices."""
+        return self._run(
+            cache,
+            ids,
+            wanted,
             position_ids=torch.tensor([positions], device=self.device),
             attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),  # 4-d: taken as it is
         )
-        for ids, tail in rows:
-            tail.fed(len(ids))
-        return logits
+
+    def think(self, last: int, steps: int, tail: KVTail) -> None:
+        """Feed a token and then `steps` latent ones: each the last hidden state before it, aligned, as an embedding.
+
+        Source: LatentMAS (arXiv 2511.20639). Only for a model that can "think".
+        """
+        hidden = self._hidden(tail, input_ids=torch.tensor([[last]], device=self.device))
+        for _ in range(steps):
+            hidden = self._hidden(tail, input_ids=None, inputs_embeds=self._alignment.embedding(hidden))
+
+    def _hidden(self, tail: KVTail, **inputs: Any) -> torch.Tensor:
+        """The last hidden state after one token, (1, 1, hidden)."""
+        states: list[torch.Tensor] = []
+        self.run([0], tail, **inputs, output_hidden_states=True, keep=states.append)
+        return states[0]
+
+    @cached_property
+    def _alignment(self) -> Alignment:
+        embeddings: Any = self.model.get_input_embeddings()
+        head: Any = self.model.get_output_embeddings()
+        return Alignment(embeddings.weight, None if head is None else head.weight)
 
     def _run(self, *call: Any, **arguments: Any) -> torch.Tensor:
         if self.device.type == "cpu":
@@ -309,15 +384,24 @@ class ResidentModel:
         return self._run_here(*call, **arguments)
 
     @torch.no_grad()
-    def _run_here(self, cache: Any, ids: Sequence[int], wanted: list[int], **arguments: Any) -> torch.Tensor:
-        """Logits at the `wanted` indices of `ids`, (wanted, vocab)."""
-        at = torch.tensor(wanted)  # on the CPU: it indexes a tensor of any device
+    def _run_here(
+        self,
+        cache: Any,
+        ids: Sequence[int],
+        wanted: Sequence[int],
+        keep: Callable[[torch.Tensor], None] | None = None,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        """Logits at the `wanted` indices of `ids`, (wanted, vocab); `keep` is given the last hidden states."""
+        at = torch.tensor(wanted, dtype=torch.long)  # on the CPU: it indexes a tensor of any device
         arguments[self.cache_argument] = cache
         if self._keeps_logits:
             arguments["logits_to_keep"] = at
         arguments = {"input_ids": torch.tensor([ids], device=self.device), "use_cache": True, **arguments}
         with self._lock:
             output = self.model(**arguments)
+        if keep is not None:
+            keep(output.hidden_states[-1])
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_logits else logits[at]
 

@@ -20,10 +20,11 @@ from langgraph_latent.pool.prefix import Node, PrefixIndex
 
 
 class Namespace(NamedTuple):
-    """Reuse never crosses it: the model's identity and the tenant."""
+    """Reuse never crosses it: the model's identity, the tenant, and the lineage of what was composed ("" for plain)."""
 
     model: str
     tenant: str
+    lineage: str = ""
 
 
 class PoolInfo(NamedTuple):

@@ -17,8 +17,9 @@ import torch
 from langgraph_latent.errors import UnsupportedLayerError
 from langgraph_latent.handle import KVHandle, pack_tokens
 from langgraph_latent.kv import codec
+from langgraph_latent.kv.compose import Piece, moved_behind
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.models.probe import difference, moved_behind
+from langgraph_latent.models.probe import difference
 from langgraph_latent.models.resident import ResidentModel
 from langgraph_latent.testing.catalogue import Toy
 from langgraph_latent.testing.tiny import tiny_tokenizer
@@ -178,5 +179,5 @@ class _Suite:
                 block, tail, attention_mask=seen, **({"position_ids": positions} if model.takes_positions else {})
             )
             in_place = tail.seal()
-        moved = moved_behind(self._read(first), self._read(block), model.rotations)
+        moved = moved_behind(self._read(first), [Piece.of(self._read(block))], model.rotations)
         return difference(self._behind(in_place, last), self._behind(moved, last))

@@ -1,0 +1,239 @@
+"""Which tokens of which caches become one: selecting, composing and merging handles. Pure; it knows no tensors.
+
+What comes out is a handle like any other. Its cache is made where it is first needed, and only on edges whose policy
+allows level 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from langgraph_latent.errors import ConfigError, HandleError
+from langgraph_latent.handle import SEGMENT_KINDS, TOKEN_BYTES, KVHandle, Message, Span
+from langgraph_latent.recipe import Block, Composition, Repair
+
+MAX_BLOCKS = 4096
+"""Blocks in one composition."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which part of a handle is taken; everything by default. Conditions are joined by "and".
+
+    Attributes:
+        kinds: of segments: "system", "prompt", "generated", "latent".
+        sources: nodes that added them.
+        spans: tokens (begin, end) of the handle, in order and not overlapping.
+        answer_only: only the last sampled answer.
+        layers: in which it is seen; None for all. In the others it is as if it were not there, as in KVComm (arXiv
+            2510.03346).
+        weight: what it counts in attention: the logarithm is added to its scores. 1 changes nothing, 0 leaves it out.
+
+    Raises `ConfigError` for impossible values.
+    """
+
+    kinds: frozenset[str] | None = None
+    sources: frozenset[str] | None = None
+    spans: tuple[tuple[int, int], ...] | None = None
+    answer_only: bool = False
+    layers: tuple[int, ...] | None = None
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("kinds", "sources"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise ConfigError(f"{name}={value!r} is text; pass a list of names")
+            if value is not None:
+                object.__setattr__(self, name, frozenset(value))
+        if self.kinds is not None and (unknown := sorted(self.kinds - set(SEGMENT_KINDS))):
+            raise ConfigError(f"unknown segment kind {unknown[0]!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
+        if self.spans is not None:
+            object.__setattr__(self, "spans", tuple(_checked_spans(self.spans)))
+        if not isinstance(self.weight, int | float) or isinstance(self.weight, bool) or not 0 <= self.weight < 1e9:
+            raise ConfigError(f"weight={self.weight!r} is impossible; it is a number from 0 on")
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise `ConfigError` where it names layers that a model of so many does not have, or none."""
+        if self.layers is not None and not (self.layers and all(layer in range(num_layers) for layer in self.layers)):
+            raise ConfigError(f"layers={self.layers!r} is impossible; name at least one of 0 to {num_layers - 1}")
+
+    def takes(self, span: Span) -> bool:
+        """Whether it takes tokens of this span, `spans` and `answer_only` apart."""
+        is_kind = self.kinds is None or span.kind in self.kinds
+        return is_kind and (self.sources is None or span.source in self.sources)
+
+
+ALL = Selection()
+"""Everything."""
+NO_SYSTEM = Selection(kinds=frozenset(SEGMENT_KINDS) - {"system"})
+"""Everything but system prompts."""
+
+
+def _checked_spans(spans: Iterable[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    before = 0
+    for span in spans:
+        if len(span) != 2 or not all(type(each) is int for each in span) or not 0 <= span[0] < span[1]:
+            raise ConfigError(f"the span {span!r} is impossible; it is (begin, end) in tokens, begin before end")
+        if span[0] < before:
+            raise ConfigError(f"the span {span!r} overlaps the one before it, or comes before it; order and part them")
+        before = span[1]
+        yield (span[0], span[1])
+
+
+class Part(NamedTuple):
+    """Blocks that are taken from one handle, and what they say."""
+
+    blocks: list[Block]
+    messages: list[Message]
+
+
+def part_of(handle: KVHandle, selection: Selection = ALL, behind: int = 0) -> Part:
+    """What a selection takes of a handle's tokens from `behind` on.
+
+    Messages are told whole where any of their tokens is taken. Raises `ConfigError` where it takes nothing, and for
+    spans outside of the handle.
+    """
+    if selection.spans and selection.spans[-1][1] > handle.num_tokens:
+        raise ConfigError(f"the span {selection.spans[-1]} is not in a handle of {handle.num_tokens} tokens")
+    first = handle.num_tokens - handle.num_sampled if selection.answer_only else behind
+    if selection.answer_only and not handle.num_sampled:
+        raise ConfigError(f"answer_only: {handle!r} does not end with an answer")
+    wanted, messages = list[tuple[int, int]](), list[Message]()
+    for span in handle.spans:
+        pieces = list(_within(span, selection, max(first, behind))) if selection.takes(span) else []
+        wanted += pieces
+        messages += span.messages if pieces else ()
+    if not wanted:
+        raise ConfigError(f"nothing of {handle!r} is selected by {selection}")
+    weighted = (selection.weight, selection.layers)
+    blocks = [Block(handle, begin, end, *weighted) for begin, end in _joined(wanted)] if selection.weight else []
+    return Part(blocks, messages if selection.weight else [])
+
+
+def _within(span: Span, selection: Selection, first: int) -> Iterator[tuple[int, int]]:
+    for begin, end in selection.spans or ((0, span.end),):
+        begin, end = max(begin, span.begin, first), min(end, span.end)
+        if begin < end:
+            yield begin, end
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for begin, end in spans:
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
+    return joined
+
+
+def merge(handles: Sequence[KVHandle], *, repair: Repair | None = None) -> KVHandle:
+    """One handle of several: the first one as it is, and behind it what is new in each other one, in the given order.
+
+    What all share from the start is kept once, and so is a system prompt: the first one's. One handle is itself.
+
+    Raises `HandleError` for handles of several models or tenants, and `ConfigError` for none or too many blocks.
+    """
+    if not handles:
+        raise ConfigError("there is nothing to merge; pass at least one handle")
+    lead, *others = without_contained(handles) or handles[:1]
+    _check_alike([lead, *others])
+    begin = _shared_tokens([lead, *others])
+    return composed(lead, [part_of(other, NO_SYSTEM, begin) for other in others], repair)
+
+
+def behind(
+    head: KVHandle, handles: Sequence[KVHandle], selections: Sequence[Selection], repair: Repair | None = None
+) -> KVHandle:
+    """Selected parts of handles, one selection each, moved behind a head of the reader's own.
+
+    What all handles share from the start is taken once. Where the first one begins with that very head and everything
+    behind is taken, it is not moved but continued.
+
+    Raises what `merge` raises.
+    """
+    if not handles:
+        raise ConfigError("there is nothing to compose; pass at least one handle")
+    _check_alike([head, *handles])
+    begin = _shared_tokens(handles) if len(handles) > 1 else 0
+    pairs = [*zip(handles, selections, strict=True)]
+    if selections[0] == NO_SYSTEM and _begins_with(handles[0], head):
+        head, pairs = handles[0], pairs[1:]
+        return composed(head, [part_of(handle, selection, begin) for handle, selection in pairs], repair)
+    first, *others = pairs
+    parts = [part_of(*first), *(part_of(handle, selection, begin) for handle, selection in others)]
+    return composed(head, parts, repair)
+
+
+def _begins_with(handle: KVHandle, head: KVHandle) -> bool:
+    """Whether a handle's system prompt is the head, token for token."""
+    system = [*itertools.takewhile(lambda span: span.kind == "system", handle.spans)]
+    return handle.tokens[: (system[-1].end if system else 0) * TOKEN_BYTES] == head.tokens
+
+
+def _check_alike(handles: Sequence[KVHandle]) -> None:
+    lead = handles[0]
+    for other in handles:
+        if (other.model, other.tenant) != (lead.model, lead.tenant):
+            raise HandleError(
+                f"handles {lead.id} and {other.id} are of different models or tenants; merge those of one"
+            )
+
+
+def without_contained(handles: Sequence[KVHandle]) -> list[KVHandle]:
+    """The handles without empty ones, doubles and those that another one continues."""
+    return [
+        handle
+        for index, handle in enumerate(handles)
+        if handle.tokens
+        and not any(
+            _continues(other, handle) and (other.num_tokens > handle.num_tokens or at < index)
+            for at, other in enumerate(handles)
+            if at != index
+        )
+    ]
+
+
+def _continues(other: KVHandle, handle: KVHandle) -> bool:
+    is_alike = other.model == handle.model and other.tokens.startswith(handle.tokens)
+    return is_alike and (
+        other.lineage == handle.lineage or (not handle.lineage and other.num_plain >= handle.num_tokens)
+    )
+
+
+def _shared_tokens(handles: Sequence[KVHandle]) -> int:
+    """How many tokens the segments have that all handles begin with."""
+    rows = zip(*(handle.segments for handle in handles), strict=False)
+    shared = itertools.takewhile(lambda row: len({segment.digest for segment in row}) == 1, rows)
+    return sum(row[0].num_tokens for row in shared)
+
+
+def composed(
+    base: KVHandle, parts: Sequence[Part], repair: Repair | None = None, source: str | None = None
+) -> KVHandle:
+    """A handle of a base and, moved behind it, blocks of others; the base itself where there are none.
+
+    Raises `ConfigError` for too many blocks.
+    """
+    blocks = [block for part in parts for block in part.blocks]
+    if not blocks:
+        return base
+    if len(blocks) > MAX_BLOCKS:
+        raise ConfigError(f"{len(blocks):,} blocks are more than {MAX_BLOCKS:,}; select fewer and longer spans")
+    tokens = b"".join(block.handle.tokens[block.begin * TOKEN_BYTES : block.end * TOKEN_BYTES] for block in blocks)
+    origin = blocks[-1].handle
+    size = max(block.handle.nbytes // block.handle.num_tokens for block in blocks)
+    return base.extend(
+        "moved",
+        origin.source,
+        tokens,
+        [message for part in parts for message in part.messages],
+        size,
+        framing=origin.segments[-1].framing,
+        recipe=Composition(tuple(blocks), repair),
+    )

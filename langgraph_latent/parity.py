@@ -1,0 +1,54 @@
+"""Whether latent steps may be trusted: what was measured of a model's answers with them and without. Plain values.
+
+`metrics.measure_parity` measures it; routers ask for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from langgraph_latent.paths import Memory
+
+FILE = "parity.json"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How answers behind latent steps compare with those behind a plain prefill, on a calibration set.
+
+    Attributes:
+        num_tasks: of the set.
+        steps: latent steps.
+        gain: mean difference of the given answers' log-likelihood, nats a token; below 0 the steps lose.
+        low, high: its 95 % bootstrap interval.
+    """
+
+    num_tasks: int
+    steps: int
+    gain: float
+    low: float
+    high: float
+
+    @property
+    def refusal(self) -> str:
+        """Why latent steps are not to be used; "" where they lose nothing."""
+        if self.gain >= 0:
+            return ""
+        return (
+            f"latent steps lose against reading: {self.gain:+.3f} nats a token ({self.low:+.3f} to {self.high:+.3f}, "
+            f"{self.num_tasks} tasks, {self.steps} steps)"
+        )
+
+
+def remember_parity(identity: str, parity: Parity) -> None:
+    """Keep what was measured of a model, for all processes."""
+    Memory(FILE).remember(identity, asdict(parity))
+
+
+def parity_refusal(identity: str) -> str:
+    """Why a model's latent steps are not to be used; "" where a measurement says that they lose nothing."""
+    try:
+        known = Parity(**Memory(FILE).recall(identity))
+    except TypeError:
+        return "it was never measured that latent steps lose nothing with this model: run metrics.measure_parity()"
+    return known.refusal
