@@ -4,6 +4,8 @@
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
+# Test processes; each runs its model on one thread and holds up to 3 GB.
+WORKERS ?= 2
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help install model demo test lint format bench
@@ -37,7 +39,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -23,6 +23,15 @@ from langgraph_latent.testing import tiny_model
 torch.set_num_threads(1)
 
 
+SLOWEST = ("test_standard_integration", "test_examples", "test_conformance", "test_catalogue", "test_checkpoints")
+"""Files that are run first, so that no test process is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(SLOWEST)))
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_folder("llama", seed=0, ...)`: a folder with a tiny random model, made once per session and arguments."""
