@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from langgraph_latent.compat import Level
 from langgraph_latent.events import Origin
-from langgraph_latent.handle import KVHandle, Message
+from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message
 from langgraph_latent.kv.state import KVState
+from langgraph_latent.models.prompt import Prompt
 from langgraph_latent.models.template import Framing
-from langgraph_latent.router import Route, RouteDecision
+from langgraph_latent.router import EdgePolicy, Route, RouteDecision
 
 
 class Request(NamedTuple):
@@ -28,6 +29,46 @@ class Request(NamedTuple):
     reuse: bool
     origin: Origin
 
+    @property
+    def num_fed(self) -> int:
+        """How many tokens must be fed: an answer's first token follows the logits of one that is."""
+        return 1 if self.reply else 0
+
+
+class Plan(NamedTuple):
+    """How a request is to be served.
+
+    Attributes:
+        edges: one decision per handle.
+        policies: of these edges.
+        lead: the handle whose cache is continued; `root` where there is none.
+        told: all messages, those of the lead included.
+        root: the handle of no tokens.
+        prompt: of the lead and the messages behind it.
+    """
+
+    edges: list[RouteDecision]
+    policies: tuple[EdgePolicy, ...]
+    lead: KVHandle
+    told: tuple[Message, ...]
+    root: KVHandle
+    prompt: Prompt = Prompt(b"", 0)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.tokens) // TOKEN_BYTES
+
+    @property
+    def may_fall_back(self) -> bool:
+        """Whether a failing cache may be replaced by re-reading."""
+        return all(policy.may_fall_back for policy in self.policies)
+
+    def diverged(self, num_cached: int, crop_refusal: str = "") -> Plan:
+        """The plan where the prompt keeps only the first tokens of the lead, of which so many are cached."""
+        num_kept, num_inherited = self.prompt.num_inherited, self.lead.num_tokens
+        first = self.edges[0].diverged(num_kept, min(num_kept, num_cached), num_inherited, crop_refusal)
+        return self._replace(edges=[first, *self.edges[1:]], lead=self.root)
+
 
 class Delivery(NamedTuple):
     """What a receiver starts from: the prompt's packed tokens, a state that covers a prefix of them, the handle to
@@ -40,6 +81,10 @@ class Delivery(NamedTuple):
     messages: tuple[Message, ...]
     decision: RouteDecision
     may_fall_back: bool
+
+    def missing(self, num_left: int = 0) -> bytes:
+        """The prompt's tokens that are not in the state, but for the last `num_left`."""
+        return self.tokens[self.state.num_tokens * TOKEN_BYTES : len(self.tokens) - num_left * TOKEN_BYTES]
 
 
 def told_by(handles: Sequence[KVHandle]) -> tuple[Message, ...]:

@@ -16,6 +16,7 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.logits_process import LogitsProcessor
 
+from langgraph_latent.delivery import Delivery
 from langgraph_latent.errors import RequestCancelledError
 from langgraph_latent.events import Decoded, FellBack, Prefilled
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message, pack_tokens, unpack_tokens
@@ -57,14 +58,18 @@ class Turn:
         self._limits = limits or Limits()
         self._origin = request.origin
         self._framing = request.framing
-        self._delivery = delivery = workspace.deliver(model, request)
-        self.num_prompt_tokens = len(delivery.tokens) // TOKEN_BYTES
-        self.cache_read = delivery.state.num_tokens
-        self.decision: RouteDecision = delivery.decision
+        self._request = request
         self.sampled: list[int] = []
         self.num_reasoning_tokens = 0
         self.answer = Answer()
         self.finish_reason = ""
+        self._begin(workspace.deliver(model, request))
+
+    def _begin(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+        self.num_prompt_tokens = len(delivery.tokens) // TOKEN_BYTES
+        self.cache_read = delivery.state.num_tokens
+        self.decision: RouteDecision = delivery.decision
         self.handle = self._with_prompt(self._with_head(delivery.base))
 
     def _with_head(self, base: KVHandle) -> KVHandle:
@@ -195,22 +200,21 @@ class Turn:
 
         A delivered cache that fails in use is given up for re-reading the whole prompt, where the policy allows it.
         """
-        delivery, end = self._delivery, len(self._delivery.tokens) - num_left * TOKEN_BYTES
+        delivery = self._delivery
         with self._model.scheduler.lane(self._limits) as lane:
             try:
-                missing = delivery.tokens[delivery.state.num_tokens * TOKEN_BYTES : end]
-                tail, logits = self._feed(delivery.state, missing, lane)
+                tail, logits = self._feed(delivery.missing(num_left), lane)
             except (RuntimeError, MemoryError) as error:  # out of memory among them; our own errors are neither
                 if not delivery.state.num_tokens or not delivery.may_fall_back:
                     raise
                 self._fall_back(error)
-                tail, logits = self._feed(self._model.empty_state(), delivery.tokens[:end], lane)
+                tail, logits = self._feed(self._delivery.missing(num_left), lane)
             with tail:
                 yield tail, logits, lane
 
-    def _feed(self, state: KVState, tokens: bytes, lane: Lane) -> tuple[KVTail, torch.Tensor | None]:
+    def _feed(self, tokens: bytes, lane: Lane) -> tuple[KVTail, torch.Tensor | None]:
         begin = time.perf_counter()
-        tail = state.append(self.num_prompt_tokens)
+        tail = self._delivery.state.append(self.num_prompt_tokens)
         try:
             tokens_left = self._rebuild_base(tokens, tail, lane)
             logits = self._model.prefill(unpack_tokens(tokens_left), tail, lane) if tokens_left else None
@@ -264,7 +268,9 @@ class Turn:
             )
         )
         self._workspace.give_up(self._delivery.state)
-        self.cache_read, self.decision = 0, self.decision.failed(error)
+        decision = self.decision.failed(error)
+        self._begin(self._workspace.deliver_as_text(self._model, self._request, self._delivery))
+        self.decision = decision
 
 
 class _Timed:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from langgraph_latent.compat import Compatibility, Level, compare
 from langgraph_latent.compose import merge, without_contained
 from langgraph_latent.composer import Made, compose, think
-from langgraph_latent.delivery import Delivery, Request, told_by, unrouted, without_thoughts
+from langgraph_latent.delivery import Delivery, Plan, Request, told_by, unrouted, without_thoughts
 from langgraph_latent.errors import (
     CacheBudgetError,
     ClosedError,
@@ -238,61 +238,85 @@ class LatentWorkspace:
         Raises `HandleError`, `RouteError`, `PromptError` or `CacheBudgetError`; nothing is computed or changed by then.
         """
         self._check_open()
-        begin = time.perf_counter()
         for handle in request.handles:
             self.check(handle)
-        spec = self._known_spec(receiver)
-        handles = self._joined(without_contained(request.handles), spec, request.origin.node)
-        policies = [self.router.policy_for(handle, request.origin.node) for handle in handles]
+        plan = self._planned(receiver, request)
+        begin = time.perf_counter()
+        try:
+            state, moved = self._brought(receiver, request, plan)
+        except (RuntimeError, MemoryError) as error:  # the receiver's device has no room for it
+            if not plan.may_fall_back:
+                raise
+            self._report_failure(request, plan.lead, error)
+            plan, state, moved = self._failed(receiver, request, plan, error), receiver.empty_state(), None
+        if plan.lead.tokens:
+            self._report_delivery(request, plan.lead, state, plan.prompt, time.perf_counter() - begin)
+        if plan.prompt.num_inherited < plan.lead.num_tokens:
+            plan = plan.diverged(state.num_tokens, receiver.spec.capabilities.refusal("crop"))
+        decision = max(plan.edges, key=lambda edge: edge.level) if plan.edges else unrouted(state.num_tokens)
+        num_missing = plan.num_tokens - state.num_tokens
+        estimated = self.rates(receiver).cost(num_missing, moved.move_bytes if moved else 0)
+        return Delivery(
+            plan.prompt.tokens,
+            state,
+            base=plan.lead,
+            messages=plan.told[_num_messages(plan.lead) :],
+            decision=replace(decision, estimated=estimated, actual=moved),
+            may_fall_back=plan.may_fall_back,
+        )
+
+    def _planned(self, receiver: ResidentModel, request: Request) -> Plan:
+        """How each edge is served, and the prompt behind what comes as a cache."""
+        spec, node = self._known_spec(receiver), request.origin.node
+        handles = self._joined(without_contained(request.handles), spec, node)
+        policies = tuple(self.router.policy_for(handle, node) for handle in handles)
         edges = [
             self._route(handle, receiver, spec, policy, request, first=not index)
             for index, (handle, policy) in enumerate(zip(handles, policies, strict=True))
         ]
         root = KVHandle.root(spec.identity, self.tenant)
-        lead = handles[0] if edges and edges[0].route is Route.CACHE else root
+        is_cache = bool(edges) and edges[0].route is Route.CACHE
+        lead = handles[0] if is_cache else root
         receiver.check_vocabulary(lead)
-        told = (*(told_by(handles) if lead is not root else without_thoughts(told_by(handles))), *request.messages)
-        prompt = receiver.prompts.extend(lead, told[_num_messages(lead) :], request.framing, reply=request.reply)
-        if changes := receiver.prompts.template.adapt(told, request.framing.tools).changes:
-            self.emit(Reworded(origin=request.origin, model=spec.identity, changes=changes))
-        num_tokens = len(prompt.tokens) // TOKEN_BYTES
-        num_fed = 1 if request.reply else 0  # an answer's first token follows the logits of a token that is fed
-        receiver.check_length(num_tokens + num_fed)
-        self.pool.check_fits(capacity_for(num_tokens) * spec.bytes_per_token)
-        if prompt.num_inherited < lead.num_composed:  # no part of a composition can be used alone
-            edges[0] = edges[0].diverged(prompt.num_inherited, 0, lead.num_tokens)
-            lead = root
-        found, moved = None, None
-        may_fall_back = all(policy.may_fall_back for policy in policies)
-        may_reuse = request.reuse and not any(policy.route is Route.TEXT for policy in policies)
-        if may_reuse and spec.capabilities.can("append"):
-            try:
-                limit = num_tokens - num_fed
-                found, moved = self._bring(receiver, spec, lead, prompt.tokens, limit, edges, request.origin)
-            except (RuntimeError, MemoryError) as error:  # the receiver's device has no room for it
-                if not may_fall_back:
-                    raise
-                edges[:1] = [edge.failed(error) for edge in edges[:1]]
-                self._report_failure(request, lead, error)
-                lead = root
-        state = found or receiver.empty_state()
-        if lead is not root:
-            self._report_delivery(request, lead, state, prompt, time.perf_counter() - begin)
-        if prompt.num_inherited < lead.num_tokens:
-            num_kept, refusal = prompt.num_inherited, spec.capabilities.refusal("crop")
-            num_reused = min(num_kept, state.num_tokens)
-            edges[0] = edges[0].diverged(num_kept, num_reused, lead.num_tokens, refusal)
-            lead = root
-        decision = max(edges, key=lambda edge: edge.level) if edges else unrouted(state.num_tokens)
-        estimated = self.rates(receiver).cost(num_tokens - state.num_tokens, moved.move_bytes if moved else 0)
-        return Delivery(
-            prompt.tokens,
-            state,
-            base=lead,
-            messages=told[_num_messages(lead) :],
-            decision=replace(decision, estimated=estimated, actual=moved),
-            may_fall_back=may_fall_back,
+        inherited = told_by(handles) if is_cache else without_thoughts(told_by(handles))
+        plan = self._with_prompt(receiver, request, Plan(edges, policies, lead, (*inherited, *request.messages), root))
+        is_torn = plan.prompt.num_inherited < lead.num_composed  # no part of a composition can be used alone
+        return plan.diverged(0) if is_torn else plan
+
+    def _with_prompt(self, receiver: ResidentModel, request: Request, plan: Plan) -> Plan:
+        """A plan with its prompt written, which is told and checked here."""
+        told, framing = plan.told, request.framing
+        prompt = receiver.prompts.extend(plan.lead, told[_num_messages(plan.lead) :], framing, reply=request.reply)
+        if changes := receiver.prompts.template.adapt(told, framing.tools).changes:
+            self.emit(Reworded(origin=request.origin, model=plan.root.model, changes=changes))
+        plan = plan._replace(prompt=prompt)
+        receiver.check_length(plan.num_tokens + request.num_fed)
+        self.pool.check_fits(capacity_for(plan.num_tokens) * receiver.spec.bytes_per_token)
+        return plan
+
+    def _brought(self, receiver: ResidentModel, request: Request, plan: Plan) -> tuple[KVState, Cost | None]:
+        """The state that a plan's prompt goes on from, and what moving it to the receiver took."""
+        may_reuse = request.reuse and not any(policy.route is Route.TEXT for policy in plan.policies)
+        if not (may_reuse or plan.lead.lineage) or not receiver.spec.capabilities.can("append"):
+            return receiver.empty_state(), None
+        found, moved = self._bring(receiver, plan, plan.num_tokens - request.num_fed, request.origin)
+        return found or receiver.empty_state(), moved
+
+    def _failed(self, receiver: ResidentModel, request: Request, plan: Plan, error: Exception) -> Plan:
+        """The plan to re-read everything after a cache failed; what was composed is told anew."""
+        edges = [edge.failed(error) for edge in plan.edges[:1]] + plan.edges[1:]
+        if not plan.lead.lineage:
+            return plan._replace(edges=edges, lead=plan.root)
+        return self._with_prompt(
+            receiver, request, plan._replace(edges=edges, lead=plan.root, told=without_thoughts(plan.told))
         )
+
+    def deliver_as_text(self, receiver: ResidentModel, request: Request, delivery: Delivery) -> Delivery:
+        """What a receiver starts from after a delivered cache failed in use: everything is re-read."""
+        if not delivery.base.lineage:
+            return delivery._replace(state=receiver.empty_state())
+        told = without_thoughts((*delivery.base.messages, *delivery.messages))
+        return self.deliver(receiver, request._replace(messages=told, handles=(), reuse=False))
 
     def _joined(self, handles: list[KVHandle], spec: ModelSpec, node: str) -> list[KVHandle]:
         """Several handles as one, where every edge's policy allows level 1 and the model can move; else as they are."""
@@ -631,7 +655,7 @@ class LatentWorkspace:
         found = self._find(handle, handle.tokens, handle.num_tokens)
         if found is None or found.num_tokens < handle.num_composed:
             return self._num_at_hand(handle), 0
-        return found.num_tokens, self._bytes_elsewhere(found, spec, receiver) if receiver else 0
+        return found.num_tokens, self._bytes_elsewhere(found, receiver) if receiver else 0
 
     def _num_at_hand(self, handle: KVHandle) -> int:
         """How many of a handle's tokens would not be computed if it were composed now."""
@@ -645,31 +669,24 @@ class LatentWorkspace:
         return num_tokens
 
     def _bring(
-        self,
-        receiver: ResidentModel,
-        spec: ModelSpec,
-        lead: KVHandle,
-        tokens: bytes,
-        limit: int,
-        edges: Sequence[RouteDecision],
-        origin: Origin,
+        self, receiver: ResidentModel, plan: Plan, limit: int, origin: Origin
     ) -> tuple[KVState | None, Cost | None]:
-        """The state that covers most of a prompt, which continues `lead`, where the receiver is, and what moving took.
+        """The state that covers most of a plan's prompt, where the receiver is, and what moving it there took.
 
         Whether a state from elsewhere is moved was decided with the edge; where there is none, it is decided alike.
         """
-        found = self._kept_or_made(lead, tokens, limit, receiver, origin)
-        if found is None or not (nbytes := self._bytes_elsewhere(found, spec, receiver)):
+        found = self._kept_or_made(plan.lead, plan.prompt.tokens, limit, receiver, origin)
+        if found is None or not (nbytes := self._bytes_elsewhere(found, receiver)):
             return found, None
         facts = Facts(limit, found.num_tokens, nbytes, rates=self.rates(receiver))
-        edge = edges[0] if edges else choose(Compatibility(Level.EXACT), EdgePolicy(), facts)
+        edge = plan.edges[0] if plan.edges else choose(Compatibility(Level.EXACT), EdgePolicy(), facts)
         if edge.estimated is None or not edge.estimated.move_bytes:
             return None, None
         return self._move(found, receiver, origin)
 
     def _move(self, state: KVState, receiver: ResidentModel, origin: Origin) -> tuple[KVState, Cost | None]:
         """The state where the receiver is, and what that took; None where it is there already."""
-        if not (nbytes := _bytes_elsewhere(state, receiver)):
+        if not (nbytes := state.bytes_elsewhere(receiver.devices)):
             return state, None
         begin = time.perf_counter()
         state = state.to(receiver.devices)
@@ -690,9 +707,9 @@ class LatentWorkspace:
         )
         return state, Cost(0, seconds, nbytes)
 
-    def _bytes_elsewhere(self, state: KVState, spec: ModelSpec, receiver: ResidentModel) -> int:
+    def _bytes_elsewhere(self, state: KVState, receiver: ResidentModel) -> int:
         """Bytes of a kept state that are on other devices than the receiver's."""
-        return _bytes_elsewhere(state, receiver) if spec.weights in self._twins else 0
+        return state.bytes_elsewhere(receiver.devices) if receiver.spec.weights in self._twins else 0
 
     def _find(self, handle: KVHandle, tokens: bytes, limit: int) -> KVState | None:
         """The kept state that covers most of packed `tokens`, made as the handle's cache was."""
@@ -745,13 +762,3 @@ def _num_text_tokens(handle: KVHandle, receiver: ResidentModel, framing: Framing
         return len(receiver.prompts.write(handle.messages, framing, reply=False).tokens) // TOKEN_BYTES
     except PromptError:  # they can't be told alone
         return None
-
-
-def _bytes_elsewhere(state: KVState, receiver: ResidentModel) -> int:
-    """Bytes of a state that are on other devices than the receiver's."""
-    return sum(
-        tensor.nbytes
-        for tensors, device in zip(state.layers(), receiver.devices, strict=False)
-        for tensor in tensors
-        if device is not None and tensor.device != device
-    )

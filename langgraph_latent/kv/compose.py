@@ -34,10 +34,10 @@ def moved_behind(start: KVState, pieces: Sequence[Piece], rotations: Rotations) 
 
 
 def append_moved(tail: KVTail, pieces: Sequence[Piece], rotations: Rotations) -> None:
-    """Write the tokens of the pieces, moved, behind a tail. Raises `ValueError` where a piece's tokens are gone."""
+    """Write the tokens of the pieces, moved, behind a tail. Raises `RuntimeError` where a piece's tokens are gone."""
     for state, positions in pieces:
         if not state.has_tokens_from(int(positions[0])):
-            raise ValueError("the state does not keep all of these tokens: its windows have left them behind")
+            raise RuntimeError("the state does not keep all of these tokens: its windows have left them behind")
         deltas = torch.arange(tail.num_tokens, tail.num_tokens + len(positions)) - positions
         for layer, store, kind, turns in zip(tail.layers, state.buffer.layers, state.kinds, rotations, strict=True):
             if kind.has_tokens:

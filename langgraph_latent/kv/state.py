@@ -202,13 +202,18 @@ class KVState:
             for kind, store in zip(self.kinds, self.buffer.layers, strict=True)
         )
 
-    def to(self, devices: Sequence[torch.device | None]) -> KVState:
-        """The state with each layer on the device it is used on; itself where it is there already. None: anywhere."""
-        if all(
-            device is None or tensor.device == device
+    def bytes_elsewhere(self, devices: Sequence[torch.device | None]) -> int:
+        """Bytes that are on other devices than each layer's. None: anywhere."""
+        return sum(
+            tensor.nbytes
             for tensors, device in zip(self.layers(), devices, strict=False)
             for tensor in tensors
-        ):
+            if device is not None and tensor.device != device
+        )
+
+    def to(self, devices: Sequence[torch.device | None]) -> KVState:
+        """The state with each layer on the device it is used on; itself where it is there already. None: anywhere."""
+        if not self.bytes_elsewhere(devices):
             return self
         moved = [
             tuple(tensor.to(device) for tensor in self.layer(index))
