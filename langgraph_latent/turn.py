@@ -85,6 +85,8 @@ class Turn:
         """A handle of the whole prompt, of which the base has the first tokens and messages."""
         delivery = self._delivery
         num_told = len(base.messages) - len(delivery.base.messages)
+        if base.tokens == delivery.tokens and num_told == len(delivery.messages):
+            return base
         return self._with(base, "prompt", delivery.tokens[len(base.tokens) :], delivery.messages[num_told:])
 
     def _with(

@@ -13,7 +13,6 @@ import pytest
 from langchain_core.messages import HumanMessage
 
 from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace
-from langgraph_latent import workspace as workspace_module
 from langgraph_latent.compat import Compatibility, Difference, Level
 from langgraph_latent.errors import ConfigError, RouteError, TenantError
 from langgraph_latent.events import Delivered, FellBack, Moved, Prefilled, Rebuilt, Routed
@@ -522,8 +521,8 @@ def far_chat(tiny_chat: ChatLatent, monkeypatch: pytest.MonkeyPatch) -> ChatLate
     assert chat.resident() is not near
     here: dict[int, Any] = {}
 
-    def bytes_elsewhere(state: KVState, receiver: Any) -> int:
-        return 0 if receiver is near or id(state.buffer) in here else state.nbytes
+    def bytes_elsewhere(state: KVState, devices: Any) -> int:
+        return 0 if devices is near.devices or id(state.buffer) in here else state.nbytes
 
     def to(state: KVState, devices: Any) -> KVState:
         layers = [tuple(tensor.clone() for tensor in layer) for layer in state.layers()]
@@ -531,7 +530,7 @@ def far_chat(tiny_chat: ChatLatent, monkeypatch: pytest.MonkeyPatch) -> ChatLate
         here[id(copied.buffer)] = copied.buffer
         return copied
 
-    monkeypatch.setattr(workspace_module, "_bytes_elsewhere", bytes_elsewhere)
+    monkeypatch.setattr(KVState, "bytes_elsewhere", bytes_elsewhere)
     monkeypatch.setattr(KVState, "to", to)
     return chat
 

@@ -153,8 +153,16 @@ def module_files() -> dict[str, Path]:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Every module that a file names in an import, also inside functions, `from x import module` resolved."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Every module that a file names in an import, also inside functions, `from x import module` resolved.
+
+    What is imported for type checkers alone does not count: two nouns may name each other.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    skipped = {id(inner) for node in for_types for inner in ast.walk(node)}
+    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
