@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from benchmarks.cli import Row
-from benchmarks.rows import chain, decode, equal_chain, export, first_token, handover, shared_bytes, text_handover
+from benchmarks.rows import (
+    chain,
+    decode,
+    equal_chain,
+    export,
+    first_token,
+    handover,
+    merge,
+    shared_bytes,
+    text_handover,
+)
 
 ROWS: dict[str, Row] = {
     "handover": handover.run,
@@ -14,4 +24,5 @@ ROWS: dict[str, Row] = {
     "decode": decode.run,
     "bytes": shared_bytes.run,
     "export": export.run,
+    "merge": merge.run,
 }
