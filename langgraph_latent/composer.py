@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from langgraph_latent.errors import HandleError
-from langgraph_latent.handle import KVHandle
+from langgraph_latent.handle import KVHandle, Segment
 from langgraph_latent.kv.compose import Piece, append_moved
 from langgraph_latent.kv.repair import EARLY_LAYER, first_of_blocks, most_deviating
 from langgraph_latent.kv.state import KVState
@@ -30,10 +30,7 @@ class Made(NamedTuple):
 
 
 def compose(recipe: Composition, ids: Sequence[int], start: KVState, model: ResidentModel, origins: Origins) -> Made:
-    """`start` and behind it the blocks of a recipe, whose token ids are `ids`.
-
-    Raises `HandleError` for layers that the model does not have.
-    """
+    """`start` and behind it the blocks of a recipe, whose token ids are `ids`; see `biases_of` for what they weigh."""
     begin = start.num_tokens
     pieces = _pieces(recipe.blocks, origins)
     with start.append(begin + len(ids)) as tail:
@@ -41,10 +38,7 @@ def compose(recipe: Composition, ids: Sequence[int], start: KVState, model: Resi
         chosen = _chosen(recipe, ids, start, tail.seal(), model) if recipe.repair else []
         if chosen:
             model.rewrite([ids[index] for index in chosen], [begin + index for index in chosen], tail)
-        state = tail.seal()
-    if recipe.is_weighted or start.biases:
-        state = state.with_biases(_biases(recipe.blocks, start, len(model.kinds), model.device))
-    return Made(state, len(chosen))
+        return Made(tail.seal(), len(chosen))
 
 
 def think(recipe: Thought, last: int, start: KVState, model: ResidentModel) -> Made:
@@ -100,19 +94,34 @@ def _latent(blocks: Sequence[Block]) -> list[int]:
     return found
 
 
-def _biases(blocks: Sequence[Block], start: KVState, num_layers: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Per layer, what is added to the scores of the start's tokens and of the blocks'."""
-    last = max((block.layers[-1] for block in blocks if block.layers), default=0)
-    if last >= num_layers:
-        raise HandleError(f"a block names layer {last}, but the model's layers are 0 to {num_layers - 1}")
-    biases = []
-    for layer in range(num_layers):
-        before = start.biases[layer] if start.biases else torch.zeros(0, device=device)
-        head = torch.nn.functional.pad(before[: start.num_tokens], (0, max(0, start.num_tokens - len(before))))
-        biases.append(torch.cat([head, *(_bias(block, layer).to(device) for block in blocks)]))
-    return tuple(biases)
+def biases_of(handle: KVHandle, model: ResidentModel) -> tuple[torch.Tensor, ...]:
+    """Per layer, what is added to the scores of a handle's tokens; () where all of them count in full.
+
+    Raises `HandleError` for layers that the model does not have.
+    """
+    recipes = [segment.recipe for segment in handle.segments]
+    if not any(isinstance(recipe, Composition) and recipe.is_weighted for recipe in recipes):
+        return ()
+    last = max((block.layers[-1] for block in _blocks(handle) if block.layers), default=0)
+    if last >= len(model.kinds):
+        raise HandleError(f"a block names layer {last}, but the model's layers are 0 to {len(model.kinds) - 1}")
+    return tuple(
+        torch.cat([_bias(segment, layer) for segment in handle.segments]).to(model.device)
+        for layer in range(len(model.kinds))
+    )
 
 
-def _bias(block: Block, layer: int) -> torch.Tensor:
+def _blocks(handle: KVHandle) -> list[Block]:
+    recipes = [segment.recipe for segment in handle.segments]
+    return [block for recipe in recipes if isinstance(recipe, Composition) for block in recipe.blocks]
+
+
+def _bias(segment: Segment, layer: int) -> torch.Tensor:
+    if not isinstance(segment.recipe, Composition):
+        return torch.zeros(segment.num_tokens)
+    return torch.cat([_block_bias(block, layer) for block in segment.recipe.blocks])
+
+
+def _block_bias(block: Block, layer: int) -> torch.Tensor:
     is_seen = block.layers is None or layer in block.layers
     return torch.full((block.num_tokens,), block.weight if is_seen else 0.0).log()

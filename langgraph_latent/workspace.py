@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from langgraph_latent.compat import Compatibility, Level, compare
 from langgraph_latent.compose import merge, without_contained
-from langgraph_latent.composer import Made, compose, think
+from langgraph_latent.composer import Made, biases_of, compose, think
 from langgraph_latent.delivery import Delivery, Plan, Request, told_by, unrouted, without_thoughts
 from langgraph_latent.errors import (
     CacheBudgetError,
@@ -474,6 +474,7 @@ class LatentWorkspace:
         number = max(index for index, segment in enumerate(handle.segments) if segment.recipe)
         before, made_handle = handle.first(number), handle.first(number + 1)
         made = self._add(made_handle, before, receiver, origin)
+        state = made.state.with_biases(biases_of(made_handle, receiver))
         segment = made_handle.segments[-1]
         self.emit(
             Composed(
@@ -482,14 +483,14 @@ class LatentWorkspace:
                 model=handle.model,
                 source=segment.source,
                 num_tokens=segment.num_tokens,
-                nbytes=made.state.nbytes,
+                nbytes=state.nbytes,
                 duration_s=time.perf_counter() - begin,
                 kind=segment.kind,
                 num_repaired=made.num_repaired,
             )
         )
-        self.restore(made_handle, made.state, origin)
-        return made.state
+        self.restore(made_handle, state, origin)
+        return state
 
     def _add(self, handle: KVHandle, before: KVHandle, receiver: ResidentModel, origin: Origin) -> Made:
         """What the last segment of a handle adds by its recipe to the state of what is before it."""
@@ -536,7 +537,7 @@ class LatentWorkspace:
         self.check(handle)
         receiver.check_vocabulary(handle)
         self._known_spec(receiver)
-        state, _ = self._move(state, receiver, origin)
+        state, _ = self._move(state.with_biases(biases_of(handle, receiver)), receiver, origin)
         self.keep(handle, state, origin)
         self.emit(
             Ingested(
