@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from langgraph_latent.errors import ConfigError, HandleError
@@ -211,6 +211,17 @@ def _shared_tokens(handles: Sequence[KVHandle]) -> int:
     rows = zip(*(handle.segments for handle in handles), strict=False)
     shared = itertools.takewhile(lambda row: len({segment.digest for segment in row}) == 1, rows)
     return sum(row[0].num_tokens for row in shared)
+
+
+def repaired(handle: KVHandle, repair: Repair | None) -> KVHandle:
+    """A handle whose last segment is composed and not repaired yet, with that repair; any other one as it is."""
+    last = handle.segments[-1] if handle.segments else None
+    if repair is None or last is None or not isinstance(last.recipe, Composition) or last.recipe.repair:
+        return handle
+    before = handle.first(len(handle.segments) - 1)
+    tokens, size = handle.tokens[len(before.tokens) :], handle.nbytes // handle.num_tokens
+    recipe = replace(last.recipe, repair=repair)
+    return before.extend(last.kind, last.source, tokens, last.messages, size, framing=last.framing, recipe=recipe)
 
 
 def composed(

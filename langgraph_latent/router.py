@@ -38,7 +38,8 @@ class EdgePolicy:
         max_context_tokens: a handle with more tokens is refused, whatever the route: a chain's cache grows with every
             agent. None for no limit but the model's own.
         on_failure: "fall_back" takes the next safer route, "raise" lets the error through.
-        repair: how far handles are repaired that the receiver merges because the policy allows level 1; None for not.
+        repair: how far a merged handle is repaired that was not when it was made, where level 1 is allowed. Several
+            handles are merged then. None for not at all.
         thoughts: whether latent steps may be handed over, where a measured parity says that they lose nothing.
     """
 

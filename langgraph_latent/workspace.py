@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from langgraph_latent.compat import Compatibility, Level, compare
-from langgraph_latent.compose import merge, without_contained
+from langgraph_latent.compose import merge, repaired, without_contained
 from langgraph_latent.composer import Made, biases_of, compose, think
 from langgraph_latent.delivery import Delivery, Plan, Request, told_by, unrouted, without_thoughts
 from langgraph_latent.errors import (
@@ -319,15 +319,15 @@ class LatentWorkspace:
         return self.deliver(receiver, request._replace(messages=told, handles=(), reuse=False))
 
     def _joined(self, handles: list[KVHandle], spec: ModelSpec, node: str) -> list[KVHandle]:
-        """Several handles as one, where every edge's policy allows level 1 and the model can move; else as they are."""
+        """Several handles as one, repaired, where every edge's policy allows level 1 and the model can; else as is."""
         policies = [self.router.policy_for(handle, node) for handle in handles]
         is_allowed = all(Level.MOVED in policy.levels and policy.route is not Route.TEXT for policy in policies)
         is_own = all(handle.model == spec.identity for handle in handles)
-        if len(handles) < 2 or not (is_allowed and is_own and spec.capabilities.can("move")):
+        if not (handles and is_allowed and is_own and spec.capabilities.can("move")):
             return handles
         repair = policies[0].repair if spec.capabilities.can("batch") else None
         try:
-            return [merge(handles, repair=repair)]
+            return [repaired(merge(handles), repair)]
         except ConfigError:  # nothing but system prompts is new in one of them
             return handles
 
