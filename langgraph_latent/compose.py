@@ -224,9 +224,7 @@ def repaired(handle: KVHandle, repair: Repair | None) -> KVHandle:
     return before.extend(last.kind, last.source, tokens, last.messages, size, framing=last.framing, recipe=recipe)
 
 
-def composed(
-    base: KVHandle, parts: Sequence[Part], repair: Repair | None = None, source: str | None = None
-) -> KVHandle:
+def composed(base: KVHandle, parts: Sequence[Part], repair: Repair | None = None) -> KVHandle:
     """A handle of a base and, moved behind it, blocks of others; the base itself where there are none.
 
     Raises `ConfigError` for too many blocks.
