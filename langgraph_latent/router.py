@@ -88,6 +88,7 @@ class EdgePolicy:
         parts += [f"forces {self.route.value}"] if self.route else []
         parts += ["for a judge"] if self.judge else []
         parts += ["thoughts too"] if self.thoughts else []
+        parts += [f"repairs {self.repair.ratio:.0%} ({self.repair.strategy})"] if self.repair else []
         parts += [f"at most {self.max_context_tokens:,} tokens"] if self.max_context_tokens else []
         return ", ".join([*parts, f"on failure: {self.on_failure}"])
 
@@ -164,6 +165,10 @@ class Way(NamedTuple):
     level: Level
     doing: str
 
+    def level_of(self, facts: Facts) -> Level:
+        """What it promises of a handle."""
+        return max(self.level, facts.level)
+
     def cost(self, facts: Facts) -> Cost:
         """What it would take; of text, about: the prompt is not written yet."""
         if self is DELIVER:
@@ -204,8 +209,7 @@ def choose(compatibility: Compatibility, policy: EdgePolicy, facts: Facts = Fact
     way, code, reason = choose_way(compatibility, policy, facts)
     if way is None:
         raise RouteError(reason)
-    level = max(way.level, facts.level)
-    return RouteDecision(way.route, level, code, reason, compatibility, way.cost(facts))
+    return RouteDecision(way.route, way.level_of(facts), code, reason, compatibility, way.cost(facts))
 
 
 def choose_way(compatibility: Compatibility, policy: EdgePolicy, facts: Facts) -> Choice:
@@ -381,7 +385,7 @@ class EdgeRouter:
         policy, pattern = self.policy_for(handle, node), self.match(handle.source, node)
         chosen, code, reason = choose_way(compatibility, policy, facts)
         level = f"level {int(compatibility.level)} {compatibility.level.name}"
-        taken = f"{chosen.route.value}, level {int(chosen.level)} {chosen.level.name}" if chosen else "refused"
+        taken = f"{chosen.route.value}, {_level(chosen, facts)}" if chosen else "refused"
         lines = [
             ("edge", f"{handle.source!r} to {node!r}"),
             ("sender", _model(sender)),
@@ -441,4 +445,9 @@ def _told(way: Way, chosen: Way | None, situation: Situation, policy: EdgePolicy
         is_dearer = _is_cheaper(chosen, way, facts)
         verdict = f"possible, but {'dearer' if is_dearer else 'not clearly cheaper'} than {chosen.name}"
     cost = "" if way is ADAPT else f"{way.cost(facts)}; "
-    return f"{way.route.value}, level {int(way.level)} {way.level.name}; {cost}{verdict}"
+    return f"{way.route.value}, {_level(way, facts)}; {cost}{verdict}"
+
+
+def _level(way: Way, facts: Facts) -> str:
+    level = way.level_of(facts)
+    return f"level {int(level)} {level.name}"
