@@ -585,14 +585,22 @@ def _capabilities(config: Config, layers: tuple[LayerSpec, ...], rope: str) -> C
 
 
 def tokenizer_digest(content: str) -> str:
-    """SHA-256 of a tokenizer.json's vocabulary and rules, however it is formatted."""
+    """SHA-256 of what a tokenizer.json's ids stand for: its vocabulary, merges and added tokens, however formatted.
+
+    Normalizer, pre-tokenizer, decoder and post-processor are not in it. transformers makes them anew by the tokenizer's
+    class, whatever the file says, so that a file and what is loaded from it differ in them; and a cache is valid by ids.
+    """
     rules = json.loads(content)
-    for name in ("truncation", "padding"):  # how it was last called
-        rules.pop(name, None)
-    model = rules.get("model") or {}
-    if "merges" in model:  # written as pairs or as texts with a space
-        model["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    return _sha256(json.dumps(rules, sort_keys=True))
+    if not isinstance(rules.get("model"), dict):  # a plain vocabulary
+        return _sha256(json.dumps(rules, sort_keys=True))
+    model = rules["model"]
+    told = {
+        "vocab": model.get("vocab"),
+        # written as pairs or as texts with a space
+        "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or ()],
+        "added_tokens": sorted(rules.get("added_tokens") or (), key=lambda token: int(token["id"])),
+    }
+    return _sha256(json.dumps(told, sort_keys=True))
 
 
 def template_digest(template: object) -> str:
@@ -604,8 +612,11 @@ def _tokenizer_of(folder: Path) -> str:
     file = folder / "tokenizer.json"
     if file.is_file():
         try:
-            return remembered("tokenizer", [file], 1, lambda: (tokenizer_digest(file.read_text(encoding="utf-8")),))[0]
-        except (ValueError, TypeError, AttributeError) as error:
+            (digest,) = remembered(
+                "vocabulary", [file], 1, lambda: (tokenizer_digest(file.read_text(encoding="utf-8")),)
+            )
+            return digest
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ModelLoadError(f"{file} is no tokenizer: {error}") from error
     names = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json")
     parts = [

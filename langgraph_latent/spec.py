@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ModelSpec:
         rope: rope parameters as canonical JSON, or "" where there are none.
         config: SHA-256 of every config field that shapes what the model computes.
         weights: SHA-256 over every tensor's name, dtype, shape and bytes, the same however the files are sharded.
-        tokenizer, template: SHA-256 of the tokenizer's vocabulary and rules, and of the chat template.
+        tokenizer, template: SHA-256 of the tokenizer's vocabulary, merges and added tokens, and of the chat template.
         adapters: names and digests of active LoRA adapters.
         dtype: of the cache, for example "float32".
         max_positions: longest sequence the model takes, 0 where it names none.

@@ -493,6 +493,47 @@ def test_the_form_of_a_tokenizer_file_does_not_matter_and_its_content_does(base:
     assert (result.level, result.differences[0].field) == (Level.TEXT, "tokenizer")
 
 
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", "GPTNeoXTokenizerFast", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_saved_again_is_the_one_that_is_loaded(name: str, base: Path, tmp_path: Path) -> None:
+    """transformers gives it the normalizer and the other rules of its class, which a file need not name."""
+    folder, again = tmp_path / "first", tmp_path / "again"
+    shutil.copytree(base, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": name}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shutil.copytree(base, again)
+    tokenizer.save_pretrained(again)
+    loaded = tokenizer_digest(tokenizer.backend_tokenizer.to_str())
+    assert folder_spec(folder).tokenizer == folder_spec(again).tokenizer == loaded
+
+
+@pytest.mark.parametrize("fixture", ["smollm2", "tool_model"])
+def test_a_real_tokenizer_saved_again_is_the_same(fixture: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    for to in (first, again):  # without the weights
+        to.mkdir()
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(request.getfixturevalue(fixture) / name, to)
+    tokenizer = AutoTokenizer.from_pretrained(first)
+    tokenizer.save_pretrained(again)
+    loaded = tokenizer_digest(tokenizer.backend_tokenizer.to_str())
+    assert folder_spec(first).tokenizer == folder_spec(again).tokenizer == loaded
+
+
+def test_other_words_merges_and_added_tokens_are_other_tokenizers(base: Path) -> None:
+    content = json.loads((base / "tokenizer.json").read_text())
+    model, added = content["model"], content["added_tokens"]
+    swapped = {word: {3: 4, 4: 3}.get(place, place) for word, place in model["vocab"].items()}
+    others = [
+        {**content, "model": {**model, "vocab": swapped}},
+        {**content, "model": {**model, "merges": model["merges"][:-1]}},
+        {**content, "added_tokens": added[:-1]},
+        {**content, "added_tokens": [{**added[0], "content": "<|other|>"}, *added[1:]]},
+    ]
+    found = {tokenizer_digest(json.dumps(each)) for each in (content, *others)}
+    assert len(found) == 1 + len(others)
+
+
 def test_a_template_is_found_where_transformers_looks_for_it(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "copy")
     file, config = (tmp_path / "copy" / name for name in ("chat_template.jinja", "tokenizer_config.json"))
