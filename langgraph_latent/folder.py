@@ -587,8 +587,8 @@ def _capabilities(config: Config, layers: tuple[LayerSpec, ...], rope: str) -> C
 def tokenizer_digest(content: str) -> str:
     """SHA-256 of what a tokenizer.json's ids stand for: its vocabulary, merges and added tokens, however formatted.
 
-    Normalizer, pre-tokenizer, decoder and post-processor are not in it. transformers makes them anew by the tokenizer's
-    class, whatever the file says, so that a file and what is loaded from it differ in them; and a cache is valid by ids.
+    Normalizer, pre-tokenizer, decoder and post-processor are not in it: transformers makes them anew by the tokenizer's
+    class, so that a file and what is loaded from it differ in them; and a cache is valid by its ids.
     """
     rules = json.loads(content)
     if not isinstance(rules.get("model"), dict):  # a plain vocabulary
