@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from typing import Any
 
 from langgraph_latent.spec import NO_IDENTITY, ModelSpec
 
@@ -25,6 +27,8 @@ NOT_SIBLINGS = {"architecture", "hidden_size", "layers", "rope", "config", "sche
 MAY_BE_UNKNOWN = ("weights", "tokenizer", "template", "attention")
 """Fields that are "" in a spec that was read off files which don't tell."""
 UNKNOWN = "unknown"
+SHOWN = 3
+"""How many fields of a config, and kinds of layers, a difference names."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ def compare(a: ModelSpec, b: ModelSpec) -> Compatibility:
 
     * EXACT: equal identity, with weights and a tokenizer that are known.
     * SIBLING: equal geometry and tokenizer. The same weights in another dtype, quantisation, attention implementation
-      or under another chat template; other weights or adapters; or weights that are not known.
+      or under another chat template; other weights or adapters; or weights that are not known. Also where a field is in
+      one of two config files only and its default is not known: it may differ.
     * TEXT: anything else.
 
     What the receiver's caches can't do is in the notes and does not change the level: it is a fact about one model, and
@@ -87,8 +92,35 @@ def _differences(a: ModelSpec, b: ModelSpec) -> Iterator[Difference]:
         name = field.name
         ours, theirs = getattr(a, name), getattr(b, name)
         is_unknown = not ours and (name == "weights" or (name == "tokenizer" and bool(a.weights)))
-        if name not in NO_IDENTITY and (ours != theirs or is_unknown):
+        if name in NO_IDENTITY or (ours == theirs and not is_unknown):
+            continue
+        if name == "config" and a.config_fields and b.config_fields:
+            yield _config_difference(json.loads(a.config_fields), json.loads(b.config_fields))
+        else:
             yield Difference(name, *(_short(name, value) for value in (ours, theirs)))
+
+
+def _config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference:
+    """What two configs say otherwise; not known where they only leave different fields unsaid, switches excepted."""
+    differing = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+    known = [name for name in differing if (name in a and name in b) or isinstance(a.get(name, b.get(name)), bool)]
+    if known:
+        return Difference("config", *(_fields_text(config, known) for config in (a, b)))
+    told = [_fields_text(config, [name for name in differing if name in config]) or UNKNOWN for config in (a, b)]
+    return Difference("config", *(told if UNKNOWN in told else (UNKNOWN, UNKNOWN)))
+
+
+def _fields_text(config: Mapping[str, Any], names: Sequence[str]) -> str:
+    shown = [f"{name} {_value_text(config[name])}" if name in config else f"{name} unsaid" for name in names]
+    more = [f"{len(shown) - SHOWN} more"] if len(shown) > SHOWN else []
+    return ", ".join(shown[:SHOWN] + more)
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _short(field: str, value: object) -> str:
@@ -96,7 +128,7 @@ def _short(field: str, value: object) -> str:
         return UNKNOWN
     if isinstance(value, tuple):
         kinds = Counter(map(str, value))
-        return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(3)) or "none"
+        return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(SHOWN)) or "none"
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -146,7 +178,9 @@ def _notes(a: ModelSpec, b: ModelSpec, level: Level, differences: tuple[Differen
             if "dtype" in known:
                 wider = _wider(a.dtype, b.dtype)
                 yield f"other precision, numbers differ by rounding: load both in {wider} for level 0"
-    if unknown := sorted(by_field.keys() - known):
+    if "config" in by_field and "config" not in known:
+        yield f"{by_field['config']}: one config leaves it unsaid; save both with one transformers, or load both"
+    if unknown := sorted(by_field.keys() - known - {"config"}):
         yield f"{' and '.join(unknown)} unknown: with the missing files, or the models loaded, more can be said"
     missing = ("append",) if level is Level.TEXT else tuple(WITHOUT)
     for capability in missing:

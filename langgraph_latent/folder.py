@@ -46,7 +46,13 @@ SPELLINGS = {
 """The names under which configs of different times and makers hold the same."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where a config of several modalities keeps its language model."""
+SILU: Config = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
+SILU_WIDER: Config = {"hidden_act": "silu", "rms_norm_eps": 1e-5}
+GELU: Config = {"hidden_act": "gelu", "layer_norm_eps": 1e-5}
+GELU_NEW: Config = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+GEMMA: Config = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
 GEMMA3: Config = {
+    **GEMMA,
     "hidden_size": 2304,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
@@ -59,23 +65,33 @@ GEMMA3: Config = {
     "rope_local_base_freq": 1e4,
 }
 DEFAULTS: dict[str, Config] = {
-    "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    **dict.fromkeys(("deepseek_v3", "llama", "qwen2", "qwen2_moe", "qwen3_moe", "smollm3"), SILU),
+    **dict.fromkeys(("olmo2", "olmo3", "phi3"), SILU_WIDER),
+    **dict.fromkeys(("codegen", "gpt2", "gpt_neo", "gptj"), GELU_NEW),
+    "cohere2": {"hidden_act": "silu", "layer_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     "falcon": {"multi_query": True},
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    "gemma": {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "head_dim": 256},
+    "gemma2": {**GEMMA, "head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3": GEMMA3,
     "gemma3_text": GEMMA3,
     "gpt_bigcode": {"multi_query": True},
-    "gpt_neox": {"partial_rotary_factor": 0.25},
-    "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "rope_theta": 150_000.0},
-    "mistral": {"sliding_window": 4096},
-    "mixtral": {"rope_theta": 1e6},
-    "phi": {"partial_rotary_factor": 0.5},
-    "qwen3": {"head_dim": 128},
-    "qwen3_next": {"full_attention_interval": 4, "partial_rotary_factor": 0.25, "head_dim": 256},
-    "stablelm": {"partial_rotary_factor": 0.25},
+    "gpt_neox": {**GELU, "partial_rotary_factor": 0.25},
+    "gpt_oss": {
+        **SILU_WIDER,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "rope_theta": 150_000.0,
+    },
+    "mistral": {**SILU, "sliding_window": 4096},
+    "mixtral": {**SILU_WIDER, "rope_theta": 1e6},
+    "phi": {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "qwen3": {**SILU, "head_dim": 128},
+    "qwen3_next": {**SILU, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "head_dim": 256},
+    "stablelm": {"hidden_act": "silu", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
 }
-"""What transformers assumes where a config file of a model type is silent, if it shapes the cache."""
+"""What transformers assumes where a config file of a model type is silent: what shapes the cache, and what is often
+left out."""
 LEARNED_POSITIONS = {"gpt2", "gpt_neo", "opt", "gpt_bigcode", "xglm", "biogpt", "ctrl", "openai-gpt"}
 ALIBI = {"bloom", "mpt"}
 NO_ATTENTION = {"mamba", "mamba2", "falcon_mamba", "rwkv"}
@@ -255,6 +271,7 @@ def _spec(name: str, watch: Watch | None) -> ModelSpec:
         layers=layers,
         rope=rope,
         config=config_digest(config),
+        config_fields=config_fields(config),
         weights=weights.weights,
         tokenizer="" if is_alone else _tokenizer_of(folder),
         template="" if is_alone else _template_of(folder),
@@ -340,11 +357,20 @@ def text_config(config: Config) -> dict[str, Any]:
 
 
 def config_digest(config: Config) -> str:
-    """SHA-256 of what shapes the model's numbers and is in no other field of a spec.
+    """SHA-256 of `config_fields`.
+
+    Equal for a config file and for the config that transformers makes of it,
+    `config_digest(text_config(config.to_dict()))`, where the file is silent only of what `DEFAULTS` knows.
+    """
+    return _sha256(config_fields(config))
+
+
+def config_fields(config: Config) -> str:
+    """What shapes the model's numbers and is in no other field of a spec, as canonical JSON.
 
     What is absent, null, empty or a switch at its default is the same: transformers of different times write one or
-    the other. Equal for a config file and for the config that transformers makes of it,
-    `config_digest(text_config(config.to_dict()))`.
+    the other. So a switch that one config alone names is a difference; any other field that one config alone names may
+    differ, as its default is not known here.
     """
     fields = {
         name: value
@@ -353,7 +379,7 @@ def config_digest(config: Config) -> str:
         and not NOT_COMPUTED.fullmatch(name)
         and not _is_nothing(name, value, str(config.get("model_type")))
     }
-    return _sha256(json.dumps(_plain(fields), sort_keys=True, default=str))
+    return json.dumps(_plain(fields), sort_keys=True, default=str)
 
 
 def _is_nothing(name: str, value: object, model_type: str) -> bool:

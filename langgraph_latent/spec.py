@@ -69,7 +69,7 @@ CAPABILITIES = ("append", "crop", "move", "think", "batch")
 embeddings in place of token ids; batch: several requests in one model call."""
 
 
-NO_IDENTITY = ("name", "capabilities", "sketch")
+NO_IDENTITY = ("name", "capabilities", "sketch", "config_fields")
 """Fields of a spec that follow from the others, or are for people."""
 
 
@@ -92,6 +92,8 @@ class ModelSpec:
         capabilities: what can be done with its caches; not part of the identity.
         sketch: SHA-256 over samples of the weights as bfloat16, equal for copies in other precisions; "" where it was
             not taken. Not part of the identity.
+        config_fields: what `config` is the digest of, as canonical JSON; "" where it is not at hand. Not part of the
+            identity.
 
     Where a spec was read off files that don't tell, weights, tokenizer, template and attention are "": unknown.
     """
@@ -114,6 +116,7 @@ class ModelSpec:
     bytes_per_token: int
     capabilities: Capabilities = Capabilities()
     sketch: str = ""
+    config_fields: str = ""
     schema: int = SCHEMA_VERSION
 
     @cached_property

@@ -23,6 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from langgraph_latent.compat import Level, compare
 from langgraph_latent.errors import ModelLoadError
 from langgraph_latent.folder import (
+    DEFAULTS,
+    IN_OTHER_FIELDS,
     _plain,
     config_digest,
     folder_spec,
@@ -311,6 +313,33 @@ def test_what_does_not_is_not(tmp_path: Path) -> None:
         )
     )
     assert [difference.field for difference in compare(folder_spec(one), folder_spec(two)).differences] == ["weights"]
+
+
+def test_what_is_assumed_of_a_silent_config_is_transformers_default() -> None:
+    for model_type in DEFAULTS:
+        stock = AutoConfig.for_model(model_type).get_text_config().to_dict()
+        assumed = {name: value for name, value in DEFAULTS[model_type].items() if name not in IN_OTHER_FIELDS}
+        assert assumed.items() <= stock.items(), model_type
+
+
+@pytest.mark.parametrize("field", ["hidden_act", "rms_norm_eps"])
+def test_a_field_whose_default_is_known_may_be_left_out(field: str, base: Path, tmp_path: Path) -> None:
+    silent = edited(base, tmp_path / "silent", **{field: None})
+    assert folder_spec(silent).identity == folder_spec(base).identity
+    config = AutoConfig.from_pretrained(silent)
+    assert config_digest(text_config(config.to_dict())) == folder_spec(silent).config
+
+
+def test_a_field_whose_default_is_not_known_may_differ(base: Path, tmp_path: Path) -> None:
+    one = folder_spec(edited(base, tmp_path / "one", unheard_of=3))
+    two = folder_spec(edited(base, tmp_path / "two", unheard_of=4, other_switch=True))
+    result = compare(one, folder_spec(base))
+    assert result.level is Level.SIBLING
+    assert result.reasons == ("config may differ (unheard_of 3 / unknown)",)
+    assert "one config leaves it unsaid" in result.notes[0]
+    result = compare(one, two)
+    assert result.level is Level.TEXT
+    assert result.reasons == ("config differs (other_switch unsaid, unheard_of 3 / other_switch true, unheard_of 4)",)
 
 
 def test_embeddings_are_tied_where_an_old_config_does_not_say(tmp_path: Path) -> None:
