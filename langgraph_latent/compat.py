@@ -167,10 +167,11 @@ def _notes(a: ModelSpec, b: ModelSpec, level: Level, differences: tuple[Differen
     known = {name for name, difference in by_field.items() if difference.is_known}
     yield from dict.fromkeys(REMEDIES[name] for name in by_field if name in known and name in REMEDIES)
     if level is not Level.TEXT:
-        if a.sketch and a.sketch == b.sketch and "weights" in known and a.dtype != b.dtype:
+        if a.sketch and a.sketch == b.sketch and "weights" in known:
+            dtypes = f" ({a.dtype} and {b.dtype})" if a.dtype != b.dtype else ""
             yield (
-                f"copies of the same weights in {a.dtype} and {b.dtype}, by their sketches, numbers differ by "
-                "rounding: load one copy for both for level 0"
+                f"rounded copy of the same weights{dtypes}, by a sample of them: numbers differ by rounding; load one "
+                "copy for both for level 0"
             )
         else:
             if "weights" in known and "quantization" not in known:

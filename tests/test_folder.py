@@ -431,7 +431,7 @@ def test_a_bfloat16_copy_is_a_sibling_that_is_known_as_a_copy(base: Path, tmp_pa
     result = compare(one, two)
     assert result.level is Level.SIBLING
     assert {difference.field for difference in result.differences} == {"weights", "dtype", "bytes_per_token"}
-    assert "copies of the same weights" in result.notes[0]
+    assert "rounded copy of the same weights" in result.notes[0]
 
 
 def test_a_bfloat16_fine_tune_is_no_copy(base: Path, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
