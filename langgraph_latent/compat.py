@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
-from langgraph_latent.spec import NO_IDENTITY, ModelSpec
+from langgraph_latent.spec import NO_IDENTITY, LayerSpec, ModelSpec
 
 
 class Level(IntEnum):
@@ -27,6 +27,7 @@ NOT_SIBLINGS = {"architecture", "hidden_size", "layers", "rope", "config", "sche
 MAY_BE_UNKNOWN = ("weights", "tokenizer", "template", "attention")
 """Fields that are "" in a spec that was read off files which don't tell."""
 UNKNOWN = "unknown"
+Fields = Mapping[str, Any]
 SHOWN = 3
 """How many fields of a config, and kinds of layers, a difference names."""
 
@@ -96,39 +97,71 @@ def _differences(a: ModelSpec, b: ModelSpec) -> Iterator[Difference]:
             continue
         if name == "config" and a.config_fields and b.config_fields:
             yield _config_difference(json.loads(a.config_fields), json.loads(b.config_fields))
+        elif name == "rope":
+            yield Difference(name, *_told(json.loads(ours or "{}"), json.loads(theirs or "{}")))
+        elif name == "layers":
+            yield Difference(name, *_layers_told(ours, theirs))
         else:
             yield Difference(name, *(_short(name, value) for value in (ours, theirs)))
 
 
-def _config_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference:
+def _config_difference(a: Fields, b: Fields) -> Difference:
     """What two configs say otherwise; not known where they only leave different fields unsaid, switches excepted."""
-    differing = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+    differing = [name for name in a.keys() | b.keys() if a.get(name) != b.get(name)]
     known = [name for name in differing if (name in a and name in b) or isinstance(a.get(name, b.get(name)), bool)]
+    ours, theirs = ({name: each[name] for name in known or differing if name in each} for each in (a, b))
     if known:
-        return Difference("config", *(_fields_text(config, known) for config in (a, b)))
-    told = [_fields_text(config, [name for name in differing if name in config]) or UNKNOWN for config in (a, b)]
-    return Difference("config", *(told if UNKNOWN in told else (UNKNOWN, UNKNOWN)))
+        return Difference("config", *_told(ours, theirs))
+    if ours and theirs:
+        ours, theirs = {}, {**ours, **theirs}
+    return Difference("config", *(_fields_text(each, sorted(each)) or UNKNOWN for each in (ours, theirs)))
 
 
-def _fields_text(config: Mapping[str, Any], names: Sequence[str]) -> str:
-    shown = [f"{name} {_value_text(config[name])}" if name in config else f"{name} unsaid" for name in names]
-    more = [f"{len(shown) - SHOWN} more"] if len(shown) > SHOWN else []
-    return ", ".join(shown[:SHOWN] + more)
+def _told(a: Fields, b: Fields) -> tuple[str, str]:
+    """Where two sets of fields differ, as text for each side; nested values by their paths."""
+    ours, theirs = dict(_leaves(a)), dict(_leaves(b))
+    names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    return _fields_text(ours, names) if a else "none", _fields_text(theirs, names) if b else "none"
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        yield from _leaves(item, f"{path}.{name}" if path else str(name))
+    if not isinstance(value, Mapping | list):
+        yield path, value
+
+
+def _fields_text(fields: Fields, names: Sequence[str]) -> str:
+    shown = [f"{name} {_value_text(fields[name])}" if name in fields else f"{name} unsaid" for name in names[:SHOWN]]
+    return ", ".join(shown + ([f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []))
 
 
 def _value_text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.12g}"
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = f"{value:.12g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _layers_told(a: tuple[LayerSpec, ...], b: tuple[LayerSpec, ...]) -> tuple[str, str]:
+    """Layers counted by kind, as text for each side; where that is equal, the first layer that differs."""
+    ours, theirs = (_counted(layers) for layers in (a, b))
+    if ours != theirs:
+        return ours, theirs
+    at = next(index for index, (one, other) in enumerate(zip(a, b, strict=True)) if one != other)
+    return f"layer {at}: {a[at]}", f"layer {at}: {b[at]}"
+
+
+def _counted(layers: tuple[LayerSpec, ...]) -> str:
+    kinds = Counter(map(str, layers)).most_common()
+    more = [f"{sum(count for _, count in kinds[SHOWN:])} more"] if len(kinds) > SHOWN else []
+    return "; ".join([f"{count} {kind}" for kind, count in kinds[:SHOWN]] + more) or "none"
 
 
 def _short(field: str, value: object) -> str:
     if field in MAY_BE_UNKNOWN and not value:
         return UNKNOWN
     if isinstance(value, tuple):
-        kinds = Counter(map(str, value))
-        return ", ".join(f"{count} x {kind}" for kind, count in kinds.most_common(SHOWN)) or "none"
+        return ", ".join(map(str, value)) or "none"
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "..."
 

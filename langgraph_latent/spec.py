@@ -21,6 +21,10 @@ class StateTensor:
     shape: tuple[int, ...]
     dtype: str
 
+    def __str__(self) -> str:
+        sizes = " x ".join("n" if size < 0 else str(size) for size in self.shape)
+        return f"{self.name} {sizes} {self.dtype}"
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -40,6 +44,12 @@ class LayerSpec:
     key_dim: int = 0
     value_dim: int = 0
     tensors: tuple[StateTensor, ...] = ()
+
+    def __str__(self) -> str:
+        """For example "full, 3 x 64" or "sliding 4096, 3 x 64 and 32": heads, channels of keys and of values."""
+        values = f" and {self.value_dim}" if self.value_dim != self.key_dim else ""
+        heads = [f"{self.kv_heads} x {self.key_dim}{values}"] if self.kv_heads else []
+        return ", ".join([f"{self.kind} {self.window}" if self.window else self.kind, *heads, *map(str, self.tensors)])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from langgraph_latent.compat import Compatibility, Level, compare
-from langgraph_latent.spec import NO_IDENTITY, Capabilities, LayerSpec, ModelSpec
+from langgraph_latent.spec import NO_IDENTITY, Capabilities, LayerSpec, ModelSpec, StateTensor
 
 LAYER = LayerSpec("full", 0, 2, 8, 8)
 SPEC = ModelSpec(
@@ -113,6 +113,28 @@ def test_one_layer_of_another_shape_is_enough_for_text(layer: LayerSpec) -> None
     result = compare(SPEC, other(layers=(LAYER, layer, LAYER)))
     assert result.level is Level.TEXT
     assert [difference.field for difference in result.differences] == ["layers"]
+
+
+def test_layers_are_told_as_people_read_them() -> None:
+    wide, near = LayerSpec("full", 0, 2, 8, 4), LayerSpec("sliding", 24, 2, 8, 8)
+    kept = LayerSpec("linear", tensors=(StateTensor("conv", (1, 96, -1), "float32"),))
+    (difference,) = compare(SPEC, other(layers=(wide, wide, near, kept))).differences
+    assert (difference.a, difference.b) == (
+        "3 full, 2 x 8",
+        "2 full, 2 x 8 and 4; 1 sliding 24, 2 x 8; 1 linear, conv 1 x 96 x n float32",
+    )
+    (difference,) = compare(other(layers=(LAYER, LAYER, near)), other(layers=(LAYER, near, LAYER))).differences
+    assert (difference.a, difference.b) == ("layer 1: full, 2 x 8", "layer 1: sliding 24, 2 x 8")
+
+
+def test_rope_parameters_are_told_where_they_differ() -> None:
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48, "rope_theta": 10000.0}
+    longer = {**long, "long_factor": [1.0] * 47 + [2.5]}
+    one, two = (json.dumps({"full": rope, "near": {"rope_theta": 1e4}}, sort_keys=True) for rope in (long, longer))
+    (difference,) = compare(other(rope=one), other(rope=two)).differences
+    assert (difference.a, difference.b) == ("full.long_factor.47 1", "full.long_factor.47 2.5")
+    (difference,) = compare(SPEC, other(rope="")).differences
+    assert (difference.a, difference.b) == ("rope_theta 10000", "none")
 
 
 def test_every_difference_is_listed_and_every_sentence_said_once() -> None:

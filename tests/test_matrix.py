@@ -111,7 +111,7 @@ def test_names_are_as_short_as_they_stay_distinct(names: tuple[str, ...], short:
 def test_a_reason_is_one_line_of_fields_and_remedies() -> None:
     assert reason(compare(SPEC, COPY)) == "same model"
     assert reason(compare(SPEC, TUNED)).startswith("weights: fine-tune of the same base")
-    everything = dataclasses.replace(FOREIGN, weights="x", rope="r", config="d")
+    everything = dataclasses.replace(FOREIGN, weights="x", rope='{"rope_theta": 1}', config="d")
     assert reason(compare(SPEC, everything)).startswith("architecture, hidden_size, rope and 2 more: other geometry")
 
 
