@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from langgraph_latent.compat import Compatibility, Level, compare
+from langgraph_latent.compat import MAY_BE_UNKNOWN, Compatibility, Level, compare
 from langgraph_latent.spec import ModelSpec
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-JSON_VERSION = 1
+JSON_VERSION = 2
 NAMED_FIELDS = 3
 """How many differing fields a line names."""
 WORDS_UP_TO = 6
@@ -104,13 +104,16 @@ def to_dict(matrix: Matrix) -> dict[str, Any]:
 
 
 def _model(spec: ModelSpec, name: str) -> dict[str, Any]:
+    """With the identity where everything that it is made of is known, which files alone never tell."""
     plain = ("architecture", "hidden_size", "vocab_size", "dtype", "quantization", "max_positions", "bytes_per_token")
-    digests = ("config", "weights", "sketch", "tokenizer", "template", "identity")
+    digests = ("config", "weights", "sketch", "tokenizer", "template")
+    is_known = all(getattr(spec, field) for field in MAY_BE_UNKNOWN)
     return {
         "name": spec.name,
         "short_name": name,
         "num_layers": len(spec.layers),
         **{field: getattr(spec, field) for field in (*plain, *digests)},
+        **({"identity": spec.identity} if is_known else {}),
         "refusals": dict(spec.capabilities.refusals),
     }
 

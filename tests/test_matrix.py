@@ -135,8 +135,15 @@ def test_json_is_plain_data_with_these_names() -> None:
     assert (tuned["level"], tuned["level_name"]) == (2, "sibling")
     assert tuned["differences"] == [{"field": "weights", "sender": "w", "receiver": "x", "known": True}]
     assert "certificate" in tuned["notes"][0]
-    assert {"name", "short_name", "identity", "weights", "sketch", "num_layers", "refusals"} <= set(found["models"][0])
-    assert found["models"][0]["identity"] == SPEC.identity
+    assert {"name", "short_name", "weights", "sketch", "num_layers", "refusals"} <= set(found["models"][0])
+
+
+def test_json_has_an_identity_where_it_is_the_loaded_model_s() -> None:
+    """Files do not tell how a model will be run, which is a part of it."""
+    loaded = dataclasses.replace(SPEC, attention="sdpa")
+    models = to_dict(Matrix.of((SPEC, loaded)))["models"]
+    assert "identity" not in models[0]
+    assert models[1]["identity"] == loaded.identity
 
 
 # -- a terminal ------------------------------------------------------------------------------------------------------
