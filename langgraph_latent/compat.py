@@ -64,6 +64,11 @@ class Compatibility:
     def reasons(self) -> tuple[str, ...]:
         return tuple(str(difference) for difference in self.differences)
 
+    @property
+    def could_be_exact(self) -> bool:
+        """Whether all that stands in the way of EXACT is what is not known."""
+        return self.level is Level.SIBLING and not any(difference.is_known for difference in self.differences)
+
 
 def compare(a: ModelSpec, b: ModelSpec) -> Compatibility:
     """Compare a sender's model with a receiver's, field by field.
@@ -73,6 +78,8 @@ def compare(a: ModelSpec, b: ModelSpec) -> Compatibility:
       or under another chat template; other weights or adapters; or weights that are not known. Also where a field is in
       one of two config files only and its default is not known: it may differ.
     * TEXT: anything else.
+
+    Where nothing that is known differs, `could_be_exact` says so; the level is what is proven.
 
     What the receiver's caches can't do is in the notes and does not change the level: it is a fact about one model, and
     the router weighs it.
@@ -216,6 +223,8 @@ def _notes(a: ModelSpec, b: ModelSpec, level: Level, differences: tuple[Differen
         yield f"{by_field['config']}: one config leaves it unsaid; save both with one transformers, or load both"
     if unknown := sorted(by_field.keys() - known - {"config"}):
         yield f"{' and '.join(unknown)} unknown: with the missing files, or the models loaded, more can be said"
+    if by_field and not known:
+        yield "could be exact: nothing that is known differs"
     missing = ("append",) if level is Level.TEXT else tuple(WITHOUT)
     for capability in missing:
         if reason := b.capabilities.refusal(capability):

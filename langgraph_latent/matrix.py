@@ -5,7 +5,7 @@ Pure: specs in, values and text out. It knows neither files nor models; rich is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +35,8 @@ MEANINGS = {
     Level.ADAPTED: "other geometry: only through a fitted adapter",
     Level.TEXT: "the transcript is read again",
 }
+OPEN = "nothing that is known differs, but not all is known: exact if the rest is equal, else sibling or worse"
+"""What the mark behind a level means."""
 
 
 class Pair(NamedTuple):
@@ -54,7 +56,7 @@ class Matrix:
 
     @classmethod
     def of(cls, specs: Sequence[ModelSpec]) -> Matrix:
-        return cls(tuple(specs), tuple(tuple(compare(sender, receiver) for receiver in specs) for sender in specs))
+        return cls(tuple(specs), tuple(tuple(_compared(sender, receiver) for receiver in specs) for sender in specs))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,6 +71,12 @@ class Matrix:
     def reaches(self, level: Level) -> bool:
         """Whether every pair has this level or a better one."""
         return all(pair.compatibility.level <= level for pair in self.pairs())
+
+
+def _compared(sender: ModelSpec, receiver: ModelSpec) -> Compatibility:
+    """What `compare` says; but a model is itself, also where its weights are not known."""
+    compatibility = compare(sender, receiver)
+    return Compatibility(Level.EXACT) if sender == receiver and compatibility.could_be_exact else compatibility
 
 
 def _short_name(name: str, names: Sequence[str]) -> str:
@@ -125,6 +133,7 @@ def _pair(pair: Pair) -> dict[str, Any]:
         "receiver": pair.receiver,
         "level": int(level),
         "level_name": _word(level),
+        "could_be_exact": pair.compatibility.could_be_exact,
         "differences": [
             {"field": difference.field, "sender": difference.a, "receiver": difference.b, "known": difference.is_known}
             for difference in pair.compatibility.differences
@@ -152,19 +161,25 @@ def to_terminal(matrix: Matrix) -> Group:
     for index, (name, row) in enumerate(zip(matrix.names, matrix.cells, strict=True)):
         cells = [
             Text(
-                _word(cell.level) if has_words else str(int(cell.level)),
+                f"{_word(cell.level) if has_words else int(cell.level)}{_mark(cell)}",
                 "dim" if place == index else STYLES[cell.level],
             )
             for place, cell in enumerate(row)
         ]
         table.add_row(str(index + 1), Text(name), *cells)
-    used = sorted({pair.compatibility.level for pair in matrix.pairs()})
-    legend = [Text.assemble(f"{int(level)} ", (_word(level), STYLES[level]), f": {MEANINGS[level]}") for level in used]
+    legend = [
+        Text.assemble(f"{int(level)}{mark} ", (f"{_word(level)}{mark}", STYLES[level]), f": {meaning}")
+        for level, mark, meaning in _meanings(pair.compatibility for pair in matrix.pairs())
+    ]
     lines = [
         Text.assemble(
-            (f"{pair:>7}  ", "dim"), (f"{_word(level):<8}", STYLES[level]), why, no_wrap=True, overflow="ellipsis"
+            (f"{places:>7}  ", "dim"),
+            (f"{_word(cell.level)}{_mark(cell)}".ljust(9), STYLES[cell.level]),
+            reason(cell),
+            no_wrap=True,
+            overflow="ellipsis",
         )
-        for pair, level, why in _lines(matrix)
+        for places, cell in _lines(matrix)
     ]
     hint = Text("Whether a model's caches can be continued at all: langgraph-latent probe MODEL", "dim")
     return Group(table, *legend, *([Text("")] if lines else []), *lines, hint)
@@ -174,14 +189,25 @@ def _word(level: Level) -> str:
     return level.name.lower()
 
 
-def _lines(matrix: Matrix) -> Iterator[tuple[str, Level, str]]:
-    """Places, level and reason of every pair about which there is something to say; once where both ways are alike."""
+def _mark(compatibility: Compatibility) -> str:
+    """Behind a level that is only what is proven."""
+    return "?" if compatibility.could_be_exact else ""
+
+
+def _meanings(cells: Iterable[Compatibility]) -> list[tuple[Level, str, str]]:
+    """Every level among the cells with its mark and what that means, best first."""
+    used = sorted({(cell.level, _mark(cell)) for cell in cells})
+    return [(level, mark, OPEN if mark else MEANINGS[level]) for level, mark in used]
+
+
+def _lines(matrix: Matrix) -> Iterator[tuple[str, Compatibility]]:
+    """Places and compatibility of every pair about which there is something to say; once where both ways are alike."""
     for sender, receiver, there in matrix.pairs():
         back = matrix.cells[receiver][sender]
         is_alike = (there.level, reason(there)) == (back.level, reason(back))
         if (is_alike and sender > receiver) or not (there.differences or there.notes):
             continue
-        yield f"{sender + 1} {'-' if is_alike else '>'} {receiver + 1}", there.level, reason(there)
+        yield f"{sender + 1} {'-' if is_alike else '>'} {receiver + 1}", there
 
 
 # -- a page ----------------------------------------------------------------------------------------------------------
@@ -237,18 +263,20 @@ def to_html(matrix: Matrix) -> str:
         + "</tr>"
         for index, (name, title, row) in enumerate(zip(names, titles, matrix.cells, strict=True))
     ]
-    used = sorted({cell.level for row in matrix.cells for cell in row})
-    legend = [f'<dt class="level-{level:d}">{_word(level)}</dt><dd>{MEANINGS[level]}</dd>' for level in used]
+    legend = [
+        f'<dt class="level-{level:d}">{_word(level)}{mark}</dt><dd>{meaning}</dd>'
+        for level, mark, meaning in _meanings(cell for row in matrix.cells for cell in row)
+    ]
     return PAGE.format(count=len(names), heads="".join(heads), rows="\n".join(rows), legend="".join(legend))
 
 
 def _cell(compatibility: Compatibility, *, is_same: bool) -> str:
-    level = compatibility.level
+    level, word = compatibility.level, f"{_word(compatibility.level)}{_mark(compatibility)}"
     css = f"level-{level:d}{' same' if is_same else ''}"
     says = (*compatibility.reasons, *compatibility.notes)
     if not says:
-        return f'<td class="{css}" title="same model">{_word(level)}</td>'
+        return f'<td class="{css}" title="same model">{word}</td>'
     title = escape("\n".join(says))
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in says)
-    details = f"<details><summary>{_word(level)}</summary><ul>{items}</ul></details>"
+    details = f"<details><summary>{word}</summary><ul>{items}</ul></details>"
     return f'<td class="{css}" title="{title}">{details}</td>'

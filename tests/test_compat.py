@@ -190,6 +190,15 @@ def test_unknown_weights_are_never_exact() -> None:
         assert "may differ" in str(difference)
         assert "weights unknown" in notes(result)
         assert "certificate" not in notes(result)
+        assert "could be exact" in notes(result)
+        assert result.could_be_exact
+
+
+def test_what_is_known_to_differ_could_not_be_exact() -> None:
+    for fields in ({"weights": "", "dtype": "bfloat16"}, {"weights": "", "rope": ""}, {"weights": "x"}, {}):
+        result = compare(SPEC, other(**fields))
+        assert not result.could_be_exact
+        assert "could be exact" not in notes(result)
 
 
 @pytest.mark.parametrize("field", ["weights", "tokenizer", "template", "attention"])

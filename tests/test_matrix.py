@@ -86,11 +86,29 @@ def test_a_required_level_is_reached_by_every_pair_or_not_at_all() -> None:
     assert Matrix.of(SPECS).reaches(Level.TEXT)
 
 
-def test_a_model_alone_is_not_asked_whether_it_is_itself() -> None:
-    """The diagonal of config files is not exact, and no pair of two models."""
+def test_a_model_is_itself_and_no_more_is_said_of_two_whose_weights_are_unknown() -> None:
     unknown = dataclasses.replace(SPEC, weights="")
-    assert Matrix.of((unknown,)).reaches(Level.EXACT)
-    assert not Matrix.of((unknown, unknown)).reaches(Level.EXACT)
+    other = dataclasses.replace(unknown, name="/models/other")
+    matrix = Matrix.of((unknown, other, unknown))
+    assert [[cell.level for cell in row] for row in matrix.cells] == [
+        [Level.EXACT, Level.SIBLING, Level.EXACT],
+        [Level.SIBLING, Level.EXACT, Level.SIBLING],
+        [Level.EXACT, Level.SIBLING, Level.EXACT],
+    ]
+    assert not matrix.reaches(Level.EXACT)
+
+
+def test_weights_that_are_unknown_are_told_as_unknown() -> None:
+    unknown = dataclasses.replace(SPEC, weights="")
+    matrix = Matrix.of((unknown, dataclasses.replace(unknown, name="/models/other"), TUNED))
+    text, page = shown(matrix, 300), Page(to_html(matrix)).text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["1", "base", "exact", "sibling?", "sibling?"] in rows
+    for told in (text, page):
+        assert "nothing that is known differs, but not all is known" in told
+        assert "could be exact" in told
+        assert "certificate" not in told
+    assert [pair["could_be_exact"] for pair in to_dict(matrix)["pairs"]] == [True] * 6
 
 
 @pytest.mark.parametrize(
@@ -131,7 +149,7 @@ def test_json_is_plain_data_with_these_names() -> None:
     ]
     assert len(found["pairs"]) == 12
     tuned = next(pair for pair in found["pairs"] if (pair["sender"], pair["receiver"]) == (0, 2))
-    assert list(tuned) == ["sender", "receiver", "level", "level_name", "differences", "notes"]
+    assert list(tuned) == ["sender", "receiver", "level", "level_name", "could_be_exact", "differences", "notes"]
     assert (tuned["level"], tuned["level_name"]) == (2, "sibling")
     assert tuned["differences"] == [{"field": "weights", "sender": "w", "receiver": "x", "known": True}]
     assert "certificate" in tuned["notes"][0]
@@ -266,7 +284,7 @@ def folders(tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathF
         ("base foreign", ["--require", "SIBLING"], 1),
         ("base foreign", ["--require", "text"], 0),
         ("base config", [], 1),
-        ("config config", [], 1),
+        ("config config", [], 0),
         ("base", [], 2),
         ("base copy", ["--require", "perfect"], 2),
         ("base copy", ["--require", "5"], 2),
