@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from langgraph_latent.compat import MAY_BE_UNKNOWN, Compatibility, Level, compare
+from langgraph_latent.compat import MAY_BE_UNKNOWN, Compatibility, Difference, Level, compare
 from langgraph_latent.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
 
 JSON_VERSION = 2
 NAMED_FIELDS = 3
 """How many differing fields a line names."""
 WORDS_UP_TO = 6
 """How many models are shown with their levels as words; above it, as numbers."""
+HINT = "Whether a model's caches can be continued at all: langgraph-latent probe MODEL"
+MARKERS = "1 - 2: both ways; 1 > 2: from 1 to 2"
 STYLES = {
     Level.EXACT: "bold green",
     Level.MOVED: "green",
@@ -68,9 +70,13 @@ class Matrix:
         for sender, row in enumerate(self.cells):
             yield from (Pair(sender, receiver, cell) for receiver, cell in enumerate(row) if receiver != sender)
 
+    def below(self, level: Level) -> list[Pair]:
+        """The pairs that do not reach this level."""
+        return [pair for pair in self.pairs() if pair.compatibility.level > level]
+
     def reaches(self, level: Level) -> bool:
         """Whether every pair has this level or a better one."""
-        return all(pair.compatibility.level <= level for pair in self.pairs())
+        return not self.below(level)
 
 
 def _compared(sender: ModelSpec, receiver: ModelSpec) -> Compatibility:
@@ -91,20 +97,37 @@ def _short_name(name: str, names: Sequence[str]) -> str:
 
 def reason(compatibility: Compatibility) -> str:
     """Why a pair has its level, in one line."""
-    fields = [difference.field for difference in compatibility.differences if difference.is_known]
-    names = ", ".join(fields[:NAMED_FIELDS])
-    if len(fields) > NAMED_FIELDS:
-        names += f" and {len(fields) - NAMED_FIELDS} more"
+    names = _names(difference for difference in compatibility.differences if difference.is_known)
     return ": ".join(part for part in (names, "; ".join(compatibility.notes)) if part) or "same model"
+
+
+def _names(differences: Iterable[Difference]) -> str:
+    fields = [difference.field for difference in differences]
+    more = f" and {len(fields) - NAMED_FIELDS} more" if len(fields) > NAMED_FIELDS else ""
+    return ", ".join(fields[:NAMED_FIELDS]) + more
+
+
+def shortfalls(matrix: Matrix, required: Level) -> list[str]:
+    """A line for every pair that does not reach a level: what it reaches, and the fields that stand in the way."""
+    return [
+        f"not {_word(required)}: {matrix.names[sender]} to {matrix.names[receiver]} is {_word(cell.level)}{_mark(cell)}"
+        f", {_names(cell.differences)} {'may differ: not all is known' if cell.could_be_exact else 'differ'}"
+        for sender, receiver, cell in matrix.below(required)
+    ]
 
 
 # -- plain data ------------------------------------------------------------------------------------------------------
 
 
-def to_dict(matrix: Matrix) -> dict[str, Any]:
-    """The matrix as plain data. Models are referred to by their place; names of fields are a contract."""
+def to_dict(matrix: Matrix, required: Level = Level.TEXT) -> dict[str, Any]:
+    """The matrix as plain data, and whether every pair reaches a level; TEXT is reached by all.
+
+    Models are referred to by their place; names of fields are a contract.
+    """
     return {
         "version": JSON_VERSION,
+        "require": _word(required),
+        "ok": matrix.reaches(required),
         "models": [_model(spec, name) for spec, name in zip(matrix.specs, matrix.names, strict=True)],
         "levels": [[_word(cell.level) for cell in row] for row in matrix.cells],
         "pairs": [_pair(pair) for pair in matrix.pairs()],
@@ -146,7 +169,7 @@ def _pair(pair: Pair) -> dict[str, Any]:
 
 
 def to_terminal(matrix: Matrix) -> Group:
-    """The table of levels by number, and below it a line per pair that is not exact; rich cuts it to the width."""
+    """The table of levels by number, and below it why each pair has its level, where there is something to say."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -171,18 +194,14 @@ def to_terminal(matrix: Matrix) -> Group:
         Text.assemble(f"{int(level)}{mark} ", (f"{_word(level)}{mark}", STYLES[level]), f": {meaning}")
         for level, mark, meaning in _meanings(pair.compatibility for pair in matrix.pairs())
     ]
-    lines = [
-        Text.assemble(
-            (f"{places:>7}  ", "dim"),
-            (f"{_word(cell.level)}{_mark(cell)}".ljust(9), STYLES[cell.level]),
-            reason(cell),
-            no_wrap=True,
-            overflow="ellipsis",
-        )
-        for places, cell in _lines(matrix)
-    ]
-    hint = Text("Whether a model's caches can be continued at all: langgraph-latent probe MODEL", "dim")
-    return Group(table, *legend, *([Text("")] if lines else []), *lines, hint)
+    reasons = Table.grid(padding=(0, 2, 0, 0))
+    reasons.add_column(justify="right", style="dim", no_wrap=True, min_width=7)
+    reasons.add_column(no_wrap=True)
+    reasons.add_column(overflow="fold")
+    for places, cell in _lines(matrix):
+        reasons.add_row(places, Text(f"{_word(cell.level)}{_mark(cell)}", STYLES[cell.level]), Text(reason(cell)))
+    why: list[RenderableType] = [Text(MARKERS, "dim"), Text(""), reasons] if reasons.row_count else []
+    return Group(table, *legend, *why, Text(HINT, "dim"))
 
 
 def _word(level: Level) -> str:
@@ -247,6 +266,7 @@ dt {{ display: inline-block; padding: 0 .4rem; font-weight: 600; }} dd {{ displa
 </tbody>
 </table>
 <dl>{legend}</dl>
+<p>{hint}</p>
 </body>
 </html>
 """
@@ -267,7 +287,7 @@ def to_html(matrix: Matrix) -> str:
         f'<dt class="level-{level:d}">{_word(level)}{mark}</dt><dd>{meaning}</dd>'
         for level, mark, meaning in _meanings(cell for row in matrix.cells for cell in row)
     ]
-    return PAGE.format(count=len(names), heads="".join(heads), rows="\n".join(rows), legend="".join(legend))
+    return PAGE.format(count=len(names), heads="".join(heads), rows="\n".join(rows), legend="".join(legend), hint=HINT)
 
 
 def _cell(compatibility: Compatibility, *, is_same: bool) -> str:
