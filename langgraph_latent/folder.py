@@ -112,6 +112,8 @@ LAYER_KINDS = {
     "moe": "none",
     "mlp": "none",
 }
+NEMOTRON = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+"""What the letters of nemotron_h's pattern stand for."""
 WINDOWS = {"sliding": "sliding_window", "hybrid sliding": "sliding_window", "chunked": "attention_chunk_size"}
 KEYS_AND_VALUES = ("full", "sliding", "chunked")
 
@@ -252,9 +254,7 @@ def _spec(name: str, watch: Watch | None) -> ModelSpec:
     is_alone = Path(name).expanduser().is_file()
     outer = _read_json(path)
     config = text_config(outer)
-    for field in ("hidden_size", "num_hidden_layers"):
-        if not config.get(field):
-            raise ModelLoadError(f"{path} is no config of a language model: it has no {field!r}")
+    _check_decoder(path, outer, config)
     files = [] if is_alone else weight_files(folder)
     _check_complete(folder, files)
     stored = [tensor for file in files for tensor in stored_tensors(file)]
@@ -321,6 +321,21 @@ def _snapshots(name: str) -> Iterable[Path]:
     yield from sorted(repository.glob("snapshots/*/config.json"))
 
 
+def _check_decoder(path: Path, outer: Config, config: Config) -> None:
+    """Raise `ModelLoadError` for a config that is not a decoder's, or lacks what a cache's shape is read from."""
+    if outer.get("is_encoder_decoder") or config.get("is_encoder_decoder"):
+        raise ModelLoadError(
+            f"{path} is an encoder-decoder ({config.get('model_type') or 'of unknown type'}), whose caches also hold "
+            "what its encoder read; only decoder-only language models can be compared"
+        )
+    missing = [field for field in ("hidden_size", "num_hidden_layers") if not config.get(field)]
+    if len(missing) == 2:
+        raise ModelLoadError(f"{path} is no config of a language model: it has no {' and no '.join(missing)}")
+    for field in missing:
+        names = ", ".join((field, *SPELLINGS[field]))
+        raise ModelLoadError(f"{path} lacks {field!r}, from which the shape of its cache is read; add it (or {names})")
+
+
 def _check_complete(folder: Path, files: list[Path]) -> None:
     """Raise `ModelLoadError` where an index names weight files that are not there."""
     index = folder / "model.safetensors.index.json"
@@ -351,9 +366,19 @@ def text_config(config: Config) -> dict[str, Any]:
         values = [found.pop(other) for other in others if other in found]
         if values and name not in found:
             found[name] = values[0]
+    if found.get("model_type") == "nemotron_h":
+        found.update(_nemotron_layers(found))
     explicit_none = {name for name, value in part.items() if value is None and name == "sliding_window"}
     defaults = DEFAULTS.get(str(found.get("model_type")), {})
     return {**{name: value for name, value in defaults.items() if name not in explicit_none}, **found}
+
+
+def _nemotron_layers(config: dict[str, Any]) -> Config:
+    """nemotron_h's list of layers, which its number follows from; older files spell it as one letter per layer."""
+    pattern = str(config.pop("hybrid_override_pattern", ""))
+    types = config.get("layer_types") or config.get("layers_block_type") or [NEMOTRON[letter] for letter in pattern]
+    config.pop("layer_types", None)
+    return {"layers_block_type": types, "num_hidden_layers": len(types)} if types else {}
 
 
 def config_digest(config: Config) -> str:

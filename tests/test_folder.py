@@ -271,6 +271,20 @@ def test_an_old_config_is_what_transformers_reads_from_it(name: str, tmp_path: P
         assert old.max_positions == new.max_positions
 
 
+def test_a_list_of_layers_says_how_many_there_are(tmp_path: Path) -> None:
+    """nemotron_h names no number of layers; older files of it spell the list by letters."""
+    letters = {"hybrid_override_pattern": "ME*-"}
+    listed = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
+    sizes = {"model_type": "nemotron_h", "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
+    specs = []
+    for name, layers in (("letters", letters), ("listed", listed)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**sizes, **layers}))
+        specs.append(folder_spec(tmp_path / f"{name}.json"))
+    assert specs[0].identity == specs[1].identity
+    config = AutoConfig.for_model(**sizes, **listed)
+    assert [(layer.kind, layer.window) for layer in specs[0].layers] == [tuple(kind) for kind in layer_kinds(config)]
+
+
 def test_two_spellings_of_one_model_are_no_difference(tmp_path: Path) -> None:
     for name in ("rope_theta", "type", "llama3"):
         (tmp_path / "config.json").write_text(json.dumps(OLD[name]))
@@ -622,6 +636,9 @@ def test_a_hub_id_is_found_in_the_hub_s_cache(base: Path, tmp_path: Path, monkey
         ("text", {"config.json": "not json"}, "can't be read as JSON"),
         ("list", {"config.json": "[]"}, "holds no JSON object"),
         ("other", {"config.json": '{"model_type": "resnet"}'}, "no config of a language model"),
+        ("bart", {"config.json": '{"model_type": "bart", "is_encoder_decoder": true}'}, r"encoder-decoder \(bart\)"),
+        ("short", {"config.json": '{"model_type": "llama", "hidden_size": 32}'}, "lacks 'num_hidden_layers'"),
+        ("flat", {"config.json": '{"model_type": "llama", "num_hidden_layers": 2}'}, "lacks 'hidden_size'.*n_embd"),
     ],
 )
 def test_what_is_no_model_is_refused_in_words(name: str, content: dict[str, str], words: str, tmp_path: Path) -> None:
