@@ -315,6 +315,13 @@ def _probe(model: str, as_json: bool) -> int:
 
 
 def _load_spec(model: str) -> "ModelSpec":
+    """Raises `ModelLoadError` before torch is imported where there are no weights to load."""
+    path = Path(model).expanduser()
+    has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))  # the loader refuses *.bin
+    if path.is_file() or ((path / "config.json").is_file() and not has_weights):
+        raise ModelLoadError(
+            f"{model!r} is no folder with weights: probe needs the weights; for configs use `langgraph-latent matrix`"
+        )
     from langgraph_latent.models.resident import ModelKey, acquire, release
 
     _silence_loading()

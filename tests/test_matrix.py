@@ -427,6 +427,15 @@ def test_probe_of_no_model_is_one_line_and_exit_code_2(probe: Callable[..., tupl
     assert line.startswith("error: there is no folder '/nowhere'")
 
 
+def test_probe_of_a_config_says_what_it_needs_without_torch(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(folders["config"], tmp_path)
+    for model in (tmp_path, tmp_path / "config.json"):
+        result = run("probe", model)
+        assert result.returncode == 2
+        (line,) = [line for line in result.stderr.splitlines() if line]
+        assert line.endswith("probe needs the weights; for configs use `langgraph-latent matrix`")
+
+
 def test_probe_says_why_a_capability_is_missing() -> None:
     spec = dataclasses.replace(SPEC, capabilities=Capabilities((("move", "learned positions"),), "learned", True))
     console = terminal()
