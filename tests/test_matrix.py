@@ -20,7 +20,7 @@ from langgraph_latent import cli
 from langgraph_latent.compat import Level, compare
 from langgraph_latent.demo.view import terminal
 from langgraph_latent.errors import UnsupportedLayerError
-from langgraph_latent.matrix import Matrix, reason, to_dict, to_html, to_terminal
+from langgraph_latent.matrix import MEANINGS, Matrix, reason, to_dict, to_html, to_terminal
 from langgraph_latent.models import resident
 from langgraph_latent.models.resident import num_resident
 from langgraph_latent.spec import Capabilities, LayerSpec, ModelSpec
@@ -364,6 +364,12 @@ def test_ten_config_files_take_less_than_a_second(folders: dict[str, Path], tmp_
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert result.returncode == 0, result.stderr
     assert min(times) < 1
+
+
+def test_the_documentation_names_every_level_with_its_meaning() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "matrix.md").read_text()
+    for level, meaning in MEANINGS.items():
+        assert f"| {int(level)} | {level.name.lower()} | {meaning} |" in text
 
 
 # -- probe -----------------------------------------------------------------------------------------------------------
