@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 EXTRA = ("typer", "rich")
 TRACE_COLUMNS = ("time s", "thread", "event", "edge", "tokens", "reused", "took ms", "detail")
-TRACE_WIDTH = 160
+WIDE = 160
+"""Columns of what has long lines, on a terminal that has them."""
 TRACE_FIELDS = ("time", "thread_id", "event", "source", "node", "num_tokens", "duration_s", "success")
 
 
@@ -112,8 +113,12 @@ def _app() -> "typer.Typer":
             ),
         ],
         require: Annotated[
-            str, typer.Option(metavar="LEVEL", help="The level that every pair must reach, by name or number.")
-        ] = Level.EXACT.name.lower(),
+            str,
+            typer.Option(
+                metavar="LEVEL",
+                help="The level that every pair must reach: exact, moved, sibling, adapted or text, or 0 to 4.",
+            ),
+        ] = Level.TEXT.name.lower(),
         html: Annotated[
             Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also write a page with all reasons.")
         ] = None,
@@ -121,7 +126,7 @@ def _app() -> "typer.Typer":
             bool, typer.Option("--json", metavar="", help="Print the result as JSON, and nothing else, to stdout.")
         ] = False,
     ) -> None:
-        """What caches can pass between models, by their files alone. Exit code 1 where a pair lacks the level."""
+        """What caches can pass between models, by their files alone. Exit code 1 where a pair is below --require."""
         if len(models) < 2:
             raise typer.BadParameter("name two models or more", param_hint="MODEL")
         try:
@@ -205,7 +210,7 @@ def _trace(file: Path) -> None:
     for record in records:
         cells = _trace_row(record, begin=records[0]["time"])
         table.add_row(*(Text(cell) for cell in cells), style="" if record["success"] else "red")
-    terminal(width=TRACE_WIDTH).print(table if records else "the trace is empty")
+    terminal(width=WIDE).print(table if records else "the trace is empty")
 
 
 def _read_trace(file: Path) -> list[dict[str, Any]]:
@@ -250,7 +255,7 @@ def _level(text: str) -> Level:
 
 def _matrix(models: list[str], level: Level, html: Path | None, as_json: bool) -> int:
     from langgraph_latent.demo.view import terminal
-    from langgraph_latent.matrix import Matrix, to_dict, to_html, to_terminal
+    from langgraph_latent.matrix import Matrix, shortfalls, to_dict, to_html, to_terminal
 
     try:
         matrix = Matrix.of(_read_specs(models))
@@ -262,9 +267,11 @@ def _matrix(models: list[str], level: Level, html: Path | None, as_json: bool) -
         except OSError as error:
             return _refuse(OutputError(f"the page can't be written: {error}"), 2)
     if as_json:
-        print(json.dumps(to_dict(matrix), indent=2))
+        print(json.dumps(to_dict(matrix, level), indent=2))
     else:
-        terminal().print(to_terminal(matrix))
+        terminal(width=WIDE).print(to_terminal(matrix))
+    for line in shortfalls(matrix, level):
+        print(line, file=sys.stderr)
     return 0 if matrix.reaches(level) else 1
 
 
@@ -308,6 +315,13 @@ def _probe(model: str, as_json: bool) -> int:
 
 
 def _load_spec(model: str) -> "ModelSpec":
+    """Raises `ModelLoadError` before torch is imported where there are no weights to load."""
+    path = Path(model).expanduser()
+    has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))  # the loader refuses *.bin
+    if path.is_file() or ((path / "config.json").is_file() and not has_weights):
+        raise ModelLoadError(
+            f"{model!r} is no folder with weights: probe needs the weights; for configs use `langgraph-latent matrix`"
+        )
     from langgraph_latent.models.resident import ModelKey, acquire, release
 
     _silence_loading()

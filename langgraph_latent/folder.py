@@ -46,7 +46,13 @@ SPELLINGS = {
 """The names under which configs of different times and makers hold the same."""
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where a config of several modalities keeps its language model."""
+SILU: Config = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
+SILU_WIDER: Config = {"hidden_act": "silu", "rms_norm_eps": 1e-5}
+GELU: Config = {"hidden_act": "gelu", "layer_norm_eps": 1e-5}
+GELU_NEW: Config = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+GEMMA: Config = {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
 GEMMA3: Config = {
+    **GEMMA,
     "hidden_size": 2304,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
@@ -59,23 +65,33 @@ GEMMA3: Config = {
     "rope_local_base_freq": 1e4,
 }
 DEFAULTS: dict[str, Config] = {
-    "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    **dict.fromkeys(("deepseek_v3", "llama", "qwen2", "qwen2_moe", "qwen3_moe", "smollm3"), SILU),
+    **dict.fromkeys(("olmo2", "olmo3", "phi3"), SILU_WIDER),
+    **dict.fromkeys(("codegen", "gpt2", "gpt_neo", "gptj"), GELU_NEW),
+    "cohere2": {"hidden_act": "silu", "layer_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     "falcon": {"multi_query": True},
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    "gemma": {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "head_dim": 256},
+    "gemma2": {**GEMMA, "head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
     "gemma3": GEMMA3,
     "gemma3_text": GEMMA3,
     "gpt_bigcode": {"multi_query": True},
-    "gpt_neox": {"partial_rotary_factor": 0.25},
-    "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "rope_theta": 150_000.0},
-    "mistral": {"sliding_window": 4096},
-    "mixtral": {"rope_theta": 1e6},
-    "phi": {"partial_rotary_factor": 0.5},
-    "qwen3": {"head_dim": 128},
-    "qwen3_next": {"full_attention_interval": 4, "partial_rotary_factor": 0.25, "head_dim": 256},
-    "stablelm": {"partial_rotary_factor": 0.25},
+    "gpt_neox": {**GELU, "partial_rotary_factor": 0.25},
+    "gpt_oss": {
+        **SILU_WIDER,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "rope_theta": 150_000.0,
+    },
+    "mistral": {**SILU, "sliding_window": 4096},
+    "mixtral": {**SILU_WIDER, "rope_theta": 1e6},
+    "phi": {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "qwen3": {**SILU, "head_dim": 128},
+    "qwen3_next": {**SILU, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "head_dim": 256},
+    "stablelm": {"hidden_act": "silu", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
 }
-"""What transformers assumes where a config file of a model type is silent, if it shapes the cache."""
+"""What transformers assumes where a config file of a model type is silent: what shapes the cache, and what is often
+left out."""
 LEARNED_POSITIONS = {"gpt2", "gpt_neo", "opt", "gpt_bigcode", "xglm", "biogpt", "ctrl", "openai-gpt"}
 ALIBI = {"bloom", "mpt"}
 NO_ATTENTION = {"mamba", "mamba2", "falcon_mamba", "rwkv"}
@@ -96,6 +112,8 @@ LAYER_KINDS = {
     "moe": "none",
     "mlp": "none",
 }
+NEMOTRON = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+"""What the letters of nemotron_h's pattern stand for."""
 WINDOWS = {"sliding": "sliding_window", "hybrid sliding": "sliding_window", "chunked": "attention_chunk_size"}
 KEYS_AND_VALUES = ("full", "sliding", "chunked")
 
@@ -236,9 +254,7 @@ def _spec(name: str, watch: Watch | None) -> ModelSpec:
     is_alone = Path(name).expanduser().is_file()
     outer = _read_json(path)
     config = text_config(outer)
-    for field in ("hidden_size", "num_hidden_layers"):
-        if not config.get(field):
-            raise ModelLoadError(f"{path} is no config of a language model: it has no {field!r}")
+    _check_decoder(path, outer, config)
     files = [] if is_alone else weight_files(folder)
     _check_complete(folder, files)
     stored = [tensor for file in files for tensor in stored_tensors(file)]
@@ -255,6 +271,7 @@ def _spec(name: str, watch: Watch | None) -> ModelSpec:
         layers=layers,
         rope=rope,
         config=config_digest(config),
+        config_fields=config_fields(config),
         weights=weights.weights,
         tokenizer="" if is_alone else _tokenizer_of(folder),
         template="" if is_alone else _template_of(folder),
@@ -304,6 +321,21 @@ def _snapshots(name: str) -> Iterable[Path]:
     yield from sorted(repository.glob("snapshots/*/config.json"))
 
 
+def _check_decoder(path: Path, outer: Config, config: Config) -> None:
+    """Raise `ModelLoadError` for a config that is not a decoder's, or lacks what a cache's shape is read from."""
+    if outer.get("is_encoder_decoder") or config.get("is_encoder_decoder"):
+        raise ModelLoadError(
+            f"{path} is an encoder-decoder ({config.get('model_type') or 'of unknown type'}), whose caches also hold "
+            "what its encoder read; only decoder-only language models can be compared"
+        )
+    missing = [field for field in ("hidden_size", "num_hidden_layers") if not config.get(field)]
+    if len(missing) == 2:
+        raise ModelLoadError(f"{path} is no config of a language model: it has no {' and no '.join(missing)}")
+    for field in missing:
+        names = ", ".join((field, *SPELLINGS[field]))
+        raise ModelLoadError(f"{path} lacks {field!r}, from which the shape of its cache is read; add it (or {names})")
+
+
 def _check_complete(folder: Path, files: list[Path]) -> None:
     """Raise `ModelLoadError` where an index names weight files that are not there."""
     index = folder / "model.safetensors.index.json"
@@ -334,17 +366,36 @@ def text_config(config: Config) -> dict[str, Any]:
         values = [found.pop(other) for other in others if other in found]
         if values and name not in found:
             found[name] = values[0]
+    if found.get("model_type") == "nemotron_h":
+        found.update(_nemotron_layers(found))
     explicit_none = {name for name, value in part.items() if value is None and name == "sliding_window"}
     defaults = DEFAULTS.get(str(found.get("model_type")), {})
     return {**{name: value for name, value in defaults.items() if name not in explicit_none}, **found}
 
 
+def _nemotron_layers(config: dict[str, Any]) -> Config:
+    """nemotron_h's list of layers, which its number follows from; older files spell it as one letter per layer."""
+    pattern = str(config.pop("hybrid_override_pattern", ""))
+    types = config.get("layer_types") or config.get("layers_block_type") or [NEMOTRON[letter] for letter in pattern]
+    config.pop("layer_types", None)
+    return {"layers_block_type": types, "num_hidden_layers": len(types)} if types else {}
+
+
 def config_digest(config: Config) -> str:
-    """SHA-256 of what shapes the model's numbers and is in no other field of a spec.
+    """SHA-256 of `config_fields`.
+
+    Equal for a config file and for the config that transformers makes of it,
+    `config_digest(text_config(config.to_dict()))`, where the file is silent only of what `DEFAULTS` knows.
+    """
+    return _sha256(config_fields(config))
+
+
+def config_fields(config: Config) -> str:
+    """What shapes the model's numbers and is in no other field of a spec, as canonical JSON.
 
     What is absent, null, empty or a switch at its default is the same: transformers of different times write one or
-    the other. Equal for a config file and for the config that transformers makes of it,
-    `config_digest(text_config(config.to_dict()))`.
+    the other. So a switch that one config alone names is a difference; any other field that one config alone names may
+    differ, as its default is not known here.
     """
     fields = {
         name: value
@@ -353,7 +404,7 @@ def config_digest(config: Config) -> str:
         and not NOT_COMPUTED.fullmatch(name)
         and not _is_nothing(name, value, str(config.get("model_type")))
     }
-    return _sha256(json.dumps(_plain(fields), sort_keys=True, default=str))
+    return json.dumps(_plain(fields), sort_keys=True, default=str)
 
 
 def _is_nothing(name: str, value: object, model_type: str) -> bool:
@@ -585,14 +636,22 @@ def _capabilities(config: Config, layers: tuple[LayerSpec, ...], rope: str) -> C
 
 
 def tokenizer_digest(content: str) -> str:
-    """SHA-256 of a tokenizer.json's vocabulary and rules, however it is formatted."""
+    """SHA-256 of what a tokenizer.json's ids stand for: its vocabulary, merges and added tokens, however formatted.
+
+    Normalizer, pre-tokenizer, decoder and post-processor are not in it: transformers makes them anew by the tokenizer's
+    class, so that a file and what is loaded from it differ in them; and a cache is valid by its ids.
+    """
     rules = json.loads(content)
-    for name in ("truncation", "padding"):  # how it was last called
-        rules.pop(name, None)
-    model = rules.get("model") or {}
-    if "merges" in model:  # written as pairs or as texts with a space
-        model["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    return _sha256(json.dumps(rules, sort_keys=True))
+    if not isinstance(rules.get("model"), dict):  # a plain vocabulary
+        return _sha256(json.dumps(rules, sort_keys=True))
+    model = rules["model"]
+    told = {
+        "vocab": model.get("vocab"),
+        # written as pairs or as texts with a space
+        "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or ()],
+        "added_tokens": sorted(rules.get("added_tokens") or (), key=lambda token: int(token["id"])),
+    }
+    return _sha256(json.dumps(told, sort_keys=True))
 
 
 def template_digest(template: object) -> str:
@@ -604,8 +663,11 @@ def _tokenizer_of(folder: Path) -> str:
     file = folder / "tokenizer.json"
     if file.is_file():
         try:
-            return remembered("tokenizer", [file], 1, lambda: (tokenizer_digest(file.read_text(encoding="utf-8")),))[0]
-        except (ValueError, TypeError, AttributeError) as error:
+            (digest,) = remembered(
+                "vocabulary", [file], 1, lambda: (tokenizer_digest(file.read_text(encoding="utf-8")),)
+            )
+            return digest
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ModelLoadError(f"{file} is no tokenizer: {error}") from error
     names = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json")
     parts = [

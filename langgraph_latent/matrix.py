@@ -5,22 +5,24 @@ Pure: specs in, values and text out. It knows neither files nor models; rich is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from langgraph_latent.compat import Compatibility, Level, compare
+from langgraph_latent.compat import MAY_BE_UNKNOWN, Compatibility, Difference, Level, compare
 from langgraph_latent.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
 
-JSON_VERSION = 1
+JSON_VERSION = 2
 NAMED_FIELDS = 3
 """How many differing fields a line names."""
 WORDS_UP_TO = 6
 """How many models are shown with their levels as words; above it, as numbers."""
+HINT = "Whether a model's caches can be continued at all: langgraph-latent probe MODEL"
+MARKERS = "1 - 2: both ways; 1 > 2: from 1 to 2"
 STYLES = {
     Level.EXACT: "bold green",
     Level.MOVED: "green",
@@ -35,6 +37,8 @@ MEANINGS = {
     Level.ADAPTED: "other geometry: only through a fitted adapter",
     Level.TEXT: "the transcript is read again",
 }
+OPEN = "nothing that is known differs, but not all is known: exact if the rest is equal, else sibling or worse"
+"""What the mark behind a level means."""
 
 
 class Pair(NamedTuple):
@@ -54,7 +58,7 @@ class Matrix:
 
     @classmethod
     def of(cls, specs: Sequence[ModelSpec]) -> Matrix:
-        return cls(tuple(specs), tuple(tuple(compare(sender, receiver) for receiver in specs) for sender in specs))
+        return cls(tuple(specs), tuple(tuple(_compared(sender, receiver) for receiver in specs) for sender in specs))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,9 +70,19 @@ class Matrix:
         for sender, row in enumerate(self.cells):
             yield from (Pair(sender, receiver, cell) for receiver, cell in enumerate(row) if receiver != sender)
 
+    def below(self, level: Level) -> list[Pair]:
+        """The pairs that do not reach this level."""
+        return [pair for pair in self.pairs() if pair.compatibility.level > level]
+
     def reaches(self, level: Level) -> bool:
         """Whether every pair has this level or a better one."""
-        return all(pair.compatibility.level <= level for pair in self.pairs())
+        return not self.below(level)
+
+
+def _compared(sender: ModelSpec, receiver: ModelSpec) -> Compatibility:
+    """What `compare` says; but a model is itself, also where its weights are not known."""
+    compatibility = compare(sender, receiver)
+    return Compatibility(Level.EXACT) if sender == receiver and compatibility.could_be_exact else compatibility
 
 
 def _short_name(name: str, names: Sequence[str]) -> str:
@@ -83,20 +97,37 @@ def _short_name(name: str, names: Sequence[str]) -> str:
 
 def reason(compatibility: Compatibility) -> str:
     """Why a pair has its level, in one line."""
-    fields = [difference.field for difference in compatibility.differences if difference.is_known]
-    names = ", ".join(fields[:NAMED_FIELDS])
-    if len(fields) > NAMED_FIELDS:
-        names += f" and {len(fields) - NAMED_FIELDS} more"
+    names = _names(difference for difference in compatibility.differences if difference.is_known)
     return ": ".join(part for part in (names, "; ".join(compatibility.notes)) if part) or "same model"
+
+
+def _names(differences: Iterable[Difference]) -> str:
+    fields = [difference.field for difference in differences]
+    more = f" and {len(fields) - NAMED_FIELDS} more" if len(fields) > NAMED_FIELDS else ""
+    return ", ".join(fields[:NAMED_FIELDS]) + more
+
+
+def shortfalls(matrix: Matrix, required: Level) -> list[str]:
+    """A line for every pair that does not reach a level: what it reaches, and the fields that stand in the way."""
+    return [
+        f"not {_word(required)}: {matrix.names[sender]} to {matrix.names[receiver]} is {_word(cell.level)}{_mark(cell)}"
+        f", {_names(cell.differences)} {'may differ: not all is known' if cell.could_be_exact else 'differ'}"
+        for sender, receiver, cell in matrix.below(required)
+    ]
 
 
 # -- plain data ------------------------------------------------------------------------------------------------------
 
 
-def to_dict(matrix: Matrix) -> dict[str, Any]:
-    """The matrix as plain data. Models are referred to by their place; names of fields are a contract."""
+def to_dict(matrix: Matrix, required: Level = Level.TEXT) -> dict[str, Any]:
+    """The matrix as plain data, and whether every pair reaches a level; TEXT is reached by all.
+
+    Models are referred to by their place; names of fields are a contract.
+    """
     return {
         "version": JSON_VERSION,
+        "require": _word(required),
+        "ok": matrix.reaches(required),
         "models": [_model(spec, name) for spec, name in zip(matrix.specs, matrix.names, strict=True)],
         "levels": [[_word(cell.level) for cell in row] for row in matrix.cells],
         "pairs": [_pair(pair) for pair in matrix.pairs()],
@@ -104,13 +135,16 @@ def to_dict(matrix: Matrix) -> dict[str, Any]:
 
 
 def _model(spec: ModelSpec, name: str) -> dict[str, Any]:
+    """With the identity where everything that it is made of is known, which files alone never tell."""
     plain = ("architecture", "hidden_size", "vocab_size", "dtype", "quantization", "max_positions", "bytes_per_token")
-    digests = ("config", "weights", "sketch", "tokenizer", "template", "identity")
+    digests = ("config", "weights", "sketch", "tokenizer", "template")
+    is_known = all(getattr(spec, field) for field in MAY_BE_UNKNOWN)
     return {
         "name": spec.name,
         "short_name": name,
         "num_layers": len(spec.layers),
         **{field: getattr(spec, field) for field in (*plain, *digests)},
+        **({"identity": spec.identity} if is_known else {}),
         "refusals": dict(spec.capabilities.refusals),
     }
 
@@ -122,6 +156,7 @@ def _pair(pair: Pair) -> dict[str, Any]:
         "receiver": pair.receiver,
         "level": int(level),
         "level_name": _word(level),
+        "could_be_exact": pair.compatibility.could_be_exact,
         "differences": [
             {"field": difference.field, "sender": difference.a, "receiver": difference.b, "known": difference.is_known}
             for difference in pair.compatibility.differences
@@ -134,7 +169,7 @@ def _pair(pair: Pair) -> dict[str, Any]:
 
 
 def to_terminal(matrix: Matrix) -> Group:
-    """The table of levels by number, and below it a line per pair that is not exact; rich cuts it to the width."""
+    """The table of levels by number, and below it why each pair has its level, where there is something to say."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -149,36 +184,49 @@ def to_terminal(matrix: Matrix) -> Group:
     for index, (name, row) in enumerate(zip(matrix.names, matrix.cells, strict=True)):
         cells = [
             Text(
-                _word(cell.level) if has_words else str(int(cell.level)),
+                f"{_word(cell.level) if has_words else int(cell.level)}{_mark(cell)}",
                 "dim" if place == index else STYLES[cell.level],
             )
             for place, cell in enumerate(row)
         ]
         table.add_row(str(index + 1), Text(name), *cells)
-    used = sorted({pair.compatibility.level for pair in matrix.pairs()})
-    legend = [Text.assemble(f"{int(level)} ", (_word(level), STYLES[level]), f": {MEANINGS[level]}") for level in used]
-    lines = [
-        Text.assemble(
-            (f"{pair:>7}  ", "dim"), (f"{_word(level):<8}", STYLES[level]), why, no_wrap=True, overflow="ellipsis"
-        )
-        for pair, level, why in _lines(matrix)
+    legend = [
+        Text.assemble(f"{int(level)}{mark} ", (f"{_word(level)}{mark}", STYLES[level]), f": {meaning}")
+        for level, mark, meaning in _meanings(pair.compatibility for pair in matrix.pairs())
     ]
-    hint = Text("Whether a model's caches can be continued at all: langgraph-latent probe MODEL", "dim")
-    return Group(table, *legend, *([Text("")] if lines else []), *lines, hint)
+    reasons = Table.grid(padding=(0, 2, 0, 0))
+    reasons.add_column(justify="right", style="dim", no_wrap=True, min_width=7)
+    reasons.add_column(no_wrap=True)
+    reasons.add_column(overflow="fold")
+    for places, cell in _lines(matrix):
+        reasons.add_row(places, Text(f"{_word(cell.level)}{_mark(cell)}", STYLES[cell.level]), Text(reason(cell)))
+    why: list[RenderableType] = [Text(MARKERS, "dim"), Text(""), reasons] if reasons.row_count else []
+    return Group(table, *legend, *why, Text(HINT, "dim"))
 
 
 def _word(level: Level) -> str:
     return level.name.lower()
 
 
-def _lines(matrix: Matrix) -> Iterator[tuple[str, Level, str]]:
-    """Places, level and reason of every pair about which there is something to say; once where both ways are alike."""
+def _mark(compatibility: Compatibility) -> str:
+    """Behind a level that is only what is proven."""
+    return "?" if compatibility.could_be_exact else ""
+
+
+def _meanings(cells: Iterable[Compatibility]) -> list[tuple[Level, str, str]]:
+    """Every level among the cells with its mark and what that means, best first."""
+    used = sorted({(cell.level, _mark(cell)) for cell in cells})
+    return [(level, mark, OPEN if mark else MEANINGS[level]) for level, mark in used]
+
+
+def _lines(matrix: Matrix) -> Iterator[tuple[str, Compatibility]]:
+    """Places and compatibility of every pair about which there is something to say; once where both ways are alike."""
     for sender, receiver, there in matrix.pairs():
         back = matrix.cells[receiver][sender]
         is_alike = (there.level, reason(there)) == (back.level, reason(back))
         if (is_alike and sender > receiver) or not (there.differences or there.notes):
             continue
-        yield f"{sender + 1} {'-' if is_alike else '>'} {receiver + 1}", there.level, reason(there)
+        yield f"{sender + 1} {'-' if is_alike else '>'} {receiver + 1}", there
 
 
 # -- a page ----------------------------------------------------------------------------------------------------------
@@ -218,6 +266,7 @@ dt {{ display: inline-block; padding: 0 .4rem; font-weight: 600; }} dd {{ displa
 </tbody>
 </table>
 <dl>{legend}</dl>
+<p>{hint}</p>
 </body>
 </html>
 """
@@ -234,18 +283,20 @@ def to_html(matrix: Matrix) -> str:
         + "</tr>"
         for index, (name, title, row) in enumerate(zip(names, titles, matrix.cells, strict=True))
     ]
-    used = sorted({cell.level for row in matrix.cells for cell in row})
-    legend = [f'<dt class="level-{level:d}">{_word(level)}</dt><dd>{MEANINGS[level]}</dd>' for level in used]
-    return PAGE.format(count=len(names), heads="".join(heads), rows="\n".join(rows), legend="".join(legend))
+    legend = [
+        f'<dt class="level-{level:d}">{_word(level)}{mark}</dt><dd>{meaning}</dd>'
+        for level, mark, meaning in _meanings(cell for row in matrix.cells for cell in row)
+    ]
+    return PAGE.format(count=len(names), heads="".join(heads), rows="\n".join(rows), legend="".join(legend), hint=HINT)
 
 
 def _cell(compatibility: Compatibility, *, is_same: bool) -> str:
-    level = compatibility.level
+    level, word = compatibility.level, f"{_word(compatibility.level)}{_mark(compatibility)}"
     css = f"level-{level:d}{' same' if is_same else ''}"
     says = (*compatibility.reasons, *compatibility.notes)
     if not says:
-        return f'<td class="{css}" title="same model">{_word(level)}</td>'
+        return f'<td class="{css}" title="same model">{word}</td>'
     title = escape("\n".join(says))
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in says)
-    details = f"<details><summary>{_word(level)}</summary><ul>{items}</ul></details>"
+    details = f"<details><summary>{word}</summary><ul>{items}</ul></details>"
     return f'<td class="{css}" title="{title}">{details}</td>'

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,10 @@ class StateTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+    def __str__(self) -> str:
+        sizes = " x ".join("n" if size < 0 else str(size) for size in self.shape)
+        return f"{self.name} {sizes} {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,12 @@ class LayerSpec:
     key_dim: int = 0
     value_dim: int = 0
     tensors: tuple[StateTensor, ...] = ()
+
+    def __str__(self) -> str:
+        """For example "full, 3 x 64" or "sliding 4096, 3 x 64 and 32": heads, channels of keys and of values."""
+        values = f" and {self.value_dim}" if self.value_dim != self.key_dim else ""
+        heads = [f"{self.kv_heads} x {self.key_dim}{values}"] if self.kv_heads else []
+        return ", ".join([f"{self.kind} {self.window}" if self.window else self.kind, *heads, *map(str, self.tensors)])
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ CAPABILITIES = ("append", "crop", "move", "think", "batch")
 embeddings in place of token ids; batch: several requests in one model call."""
 
 
-NO_IDENTITY = ("name", "capabilities", "sketch")
+NO_IDENTITY = ("name", "capabilities", "sketch", "config_fields")
 """Fields of a spec that follow from the others, or are for people."""
 
 
@@ -84,7 +94,7 @@ class ModelSpec:
         rope: rope parameters as canonical JSON, or "" where there are none.
         config: SHA-256 of every config field that shapes what the model computes.
         weights: SHA-256 over every tensor's name, dtype, shape and bytes, the same however the files are sharded.
-        tokenizer, template: SHA-256 of the tokenizer's vocabulary and rules, and of the chat template.
+        tokenizer, template: SHA-256 of the tokenizer's vocabulary, merges and added tokens, and of the chat template.
         adapters: names and digests of active LoRA adapters.
         dtype: of the cache, for example "float32".
         max_positions: longest sequence the model takes, 0 where it names none.
@@ -92,6 +102,8 @@ class ModelSpec:
         capabilities: what can be done with its caches; not part of the identity.
         sketch: SHA-256 over samples of the weights as bfloat16, equal for copies in other precisions; "" where it was
             not taken. Not part of the identity.
+        config_fields: what `config` is the digest of, as canonical JSON; "" where it is not at hand. Not part of the
+            identity.
 
     Where a spec was read off files that don't tell, weights, tokenizer, template and attention are "": unknown.
     """
@@ -114,6 +126,7 @@ class ModelSpec:
     bytes_per_token: int
     capabilities: Capabilities = Capabilities()
     sketch: str = ""
+    config_fields: str = ""
     schema: int = SCHEMA_VERSION
 
     @cached_property

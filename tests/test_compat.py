@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from langgraph_latent.compat import Compatibility, Level, compare
-from langgraph_latent.spec import NO_IDENTITY, Capabilities, LayerSpec, ModelSpec
+from langgraph_latent.spec import NO_IDENTITY, Capabilities, LayerSpec, ModelSpec, StateTensor
 
 LAYER = LayerSpec("full", 0, 2, 8, 8)
 SPEC = ModelSpec(
@@ -42,7 +42,7 @@ OTHER: dict[str, tuple[Any, Level, str]] = {
     "layers": ((LAYER,) * 2, Level.TEXT, "fitted adapter"),
     "rope": ("", Level.TEXT, "the same rope settings"),
     "config": ("d" * 64, Level.TEXT, "the same config.json"),
-    "weights": ("x" * 64, Level.SIBLING, "a certificate measured for this pair"),
+    "weights": ("x" * 64, Level.SIBLING, "rounded copy of the same weights"),
     "tokenizer": ("u" * 64, Level.TEXT, "text only"),
     "template": ("d" * 64, Level.SIBLING, "valid token for token"),
     "adapters": (("lora:1234",), Level.SIBLING, "activate the same adapter"),
@@ -115,6 +115,28 @@ def test_one_layer_of_another_shape_is_enough_for_text(layer: LayerSpec) -> None
     assert [difference.field for difference in result.differences] == ["layers"]
 
 
+def test_layers_are_told_as_people_read_them() -> None:
+    wide, near = LayerSpec("full", 0, 2, 8, 4), LayerSpec("sliding", 24, 2, 8, 8)
+    kept = LayerSpec("linear", tensors=(StateTensor("conv", (1, 96, -1), "float32"),))
+    (difference,) = compare(SPEC, other(layers=(wide, wide, near, kept))).differences
+    assert (difference.a, difference.b) == (
+        "3 full, 2 x 8",
+        "2 full, 2 x 8 and 4; 1 sliding 24, 2 x 8; 1 linear, conv 1 x 96 x n float32",
+    )
+    (difference,) = compare(other(layers=(LAYER, LAYER, near)), other(layers=(LAYER, near, LAYER))).differences
+    assert (difference.a, difference.b) == ("layer 1: full, 2 x 8", "layer 1: sliding 24, 2 x 8")
+
+
+def test_rope_parameters_are_told_where_they_differ() -> None:
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48, "rope_theta": 10000.0}
+    longer = {**long, "long_factor": [1.0] * 47 + [2.5]}
+    one, two = (json.dumps({"full": rope, "near": {"rope_theta": 1e4}}, sort_keys=True) for rope in (long, longer))
+    (difference,) = compare(other(rope=one), other(rope=two)).differences
+    assert (difference.a, difference.b) == ("full.long_factor.47 1", "full.long_factor.47 2.5")
+    (difference,) = compare(SPEC, other(rope="")).differences
+    assert (difference.a, difference.b) == ("rope_theta 10000", "none")
+
+
 def test_every_difference_is_listed_and_every_sentence_said_once() -> None:
     result = compare(SPEC, other(**{field: value for field, (value, _, _) in OTHER.items()}))
     assert [difference.field for difference in result.differences] == list(OTHER)
@@ -129,23 +151,23 @@ def test_a_rounded_copy_is_told_from_a_fine_tune_by_its_sketch() -> None:
     copy = other(weights="x" * 64, dtype="bfloat16", bytes_per_token=192)
     tuned = other(**FINE_TUNE, dtype="bfloat16", bytes_per_token=192)
     assert compare(SPEC, copy).level is compare(SPEC, tuned).level is Level.SIBLING
-    assert "copies of the same weights in float32 and bfloat16" in notes(compare(SPEC, copy))
+    assert "rounded copy of the same weights (float32 and bfloat16)" in notes(compare(SPEC, copy))
     assert "certificate" not in notes(compare(SPEC, copy))
     assert "certificate" in notes(compare(SPEC, tuned))
-    assert "copies" not in notes(compare(SPEC, tuned))
+    assert "copy of" not in notes(compare(SPEC, tuned))
 
 
-def test_an_equal_sketch_in_an_equal_dtype_is_a_fine_tune() -> None:
-    """A change so small, or so rare, that the sample misses it is a change."""
+def test_a_rounded_copy_is_one_in_whatever_dtype_both_are_loaded() -> None:
+    """On a CPU, files of any dtype are loaded in float32."""
     result = compare(SPEC, other(weights="x" * 64))
     assert result.level is Level.SIBLING
-    assert "certificate" in notes(result)
-    assert "copies" not in notes(result)
+    assert "rounded copy of the same weights, by a sample" in notes(result)
+    assert "certificate" not in notes(result)
 
 
 def test_no_sketch_proves_nothing() -> None:
     one, two = other(sketch=""), other(sketch="", weights="x" * 64, dtype="bfloat16")
-    assert "copies" not in notes(compare(one, two))
+    assert "copy of" not in notes(compare(one, two))
 
 
 @pytest.mark.parametrize(("two", "widest"), [("bfloat16", "float32"), ("float64", "float64"), ("float16", "float32")])
@@ -168,6 +190,15 @@ def test_unknown_weights_are_never_exact() -> None:
         assert "may differ" in str(difference)
         assert "weights unknown" in notes(result)
         assert "certificate" not in notes(result)
+        assert "could be exact" in notes(result)
+        assert result.could_be_exact
+
+
+def test_what_is_known_to_differ_could_not_be_exact() -> None:
+    for fields in ({"weights": "", "dtype": "bfloat16"}, {"weights": "", "rope": ""}, {"weights": "x"}, {}):
+        result = compare(SPEC, other(**fields))
+        assert not result.could_be_exact
+        assert "could be exact" not in notes(result)
 
 
 @pytest.mark.parametrize("field", ["weights", "tokenizer", "template", "attention"])

@@ -23,6 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from langgraph_latent.compat import Level, compare
 from langgraph_latent.errors import ModelLoadError
 from langgraph_latent.folder import (
+    DEFAULTS,
+    IN_OTHER_FIELDS,
     _plain,
     config_digest,
     folder_spec,
@@ -269,6 +271,20 @@ def test_an_old_config_is_what_transformers_reads_from_it(name: str, tmp_path: P
         assert old.max_positions == new.max_positions
 
 
+def test_a_list_of_layers_says_how_many_there_are(tmp_path: Path) -> None:
+    """nemotron_h names no number of layers; older files of it spell the list by letters."""
+    letters = {"hybrid_override_pattern": "ME*-"}
+    listed = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
+    sizes = {"model_type": "nemotron_h", "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100}
+    specs = []
+    for name, layers in (("letters", letters), ("listed", listed)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**sizes, **layers}))
+        specs.append(folder_spec(tmp_path / f"{name}.json"))
+    assert specs[0].identity == specs[1].identity
+    config = AutoConfig.for_model(**sizes, **listed)
+    assert [(layer.kind, layer.window) for layer in specs[0].layers] == [tuple(kind) for kind in layer_kinds(config)]
+
+
 def test_two_spellings_of_one_model_are_no_difference(tmp_path: Path) -> None:
     for name in ("rope_theta", "type", "llama3"):
         (tmp_path / "config.json").write_text(json.dumps(OLD[name]))
@@ -311,6 +327,33 @@ def test_what_does_not_is_not(tmp_path: Path) -> None:
         )
     )
     assert [difference.field for difference in compare(folder_spec(one), folder_spec(two)).differences] == ["weights"]
+
+
+def test_what_is_assumed_of_a_silent_config_is_transformers_default() -> None:
+    for model_type in DEFAULTS:
+        stock = AutoConfig.for_model(model_type).get_text_config().to_dict()
+        assumed = {name: value for name, value in DEFAULTS[model_type].items() if name not in IN_OTHER_FIELDS}
+        assert assumed.items() <= stock.items(), model_type
+
+
+@pytest.mark.parametrize("field", ["hidden_act", "rms_norm_eps"])
+def test_a_field_whose_default_is_known_may_be_left_out(field: str, base: Path, tmp_path: Path) -> None:
+    silent = edited(base, tmp_path / "silent", **{field: None})
+    assert folder_spec(silent).identity == folder_spec(base).identity
+    config = AutoConfig.from_pretrained(silent)
+    assert config_digest(text_config(config.to_dict())) == folder_spec(silent).config
+
+
+def test_a_field_whose_default_is_not_known_may_differ(base: Path, tmp_path: Path) -> None:
+    one = folder_spec(edited(base, tmp_path / "one", unheard_of=3))
+    two = folder_spec(edited(base, tmp_path / "two", unheard_of=4, other_switch=True))
+    result = compare(one, folder_spec(base))
+    assert result.level is Level.SIBLING
+    assert result.reasons == ("config may differ (unheard_of 3 / unknown)",)
+    assert "one config leaves it unsaid" in result.notes[0]
+    result = compare(one, two)
+    assert result.level is Level.TEXT
+    assert result.reasons == ("config differs (other_switch unsaid, unheard_of 3 / other_switch true, unheard_of 4)",)
 
 
 def test_embeddings_are_tied_where_an_old_config_does_not_say(tmp_path: Path) -> None:
@@ -402,7 +445,7 @@ def test_a_bfloat16_copy_is_a_sibling_that_is_known_as_a_copy(base: Path, tmp_pa
     result = compare(one, two)
     assert result.level is Level.SIBLING
     assert {difference.field for difference in result.differences} == {"weights", "dtype", "bytes_per_token"}
-    assert "copies of the same weights" in result.notes[0]
+    assert "rounded copy of the same weights" in result.notes[0]
 
 
 def test_a_bfloat16_fine_tune_is_no_copy(base: Path, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -493,6 +536,47 @@ def test_the_form_of_a_tokenizer_file_does_not_matter_and_its_content_does(base:
     assert (result.level, result.differences[0].field) == (Level.TEXT, "tokenizer")
 
 
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", "GPTNeoXTokenizerFast", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_saved_again_is_the_one_that_is_loaded(name: str, base: Path, tmp_path: Path) -> None:
+    """transformers gives it the normalizer and the other rules of its class, which a file need not name."""
+    folder, again = tmp_path / "first", tmp_path / "again"
+    shutil.copytree(base, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": name}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shutil.copytree(base, again)
+    tokenizer.save_pretrained(again)
+    loaded = tokenizer_digest(tokenizer.backend_tokenizer.to_str())
+    assert folder_spec(folder).tokenizer == folder_spec(again).tokenizer == loaded
+
+
+@pytest.mark.parametrize("fixture", ["smollm2", "tool_model"])
+def test_a_real_tokenizer_saved_again_is_the_same(fixture: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    for to in (first, again):  # without the weights
+        to.mkdir()
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(request.getfixturevalue(fixture) / name, to)
+    tokenizer = AutoTokenizer.from_pretrained(first)
+    tokenizer.save_pretrained(again)
+    loaded = tokenizer_digest(tokenizer.backend_tokenizer.to_str())
+    assert folder_spec(first).tokenizer == folder_spec(again).tokenizer == loaded
+
+
+def test_other_words_merges_and_added_tokens_are_other_tokenizers(base: Path) -> None:
+    content = json.loads((base / "tokenizer.json").read_text())
+    model, added = content["model"], content["added_tokens"]
+    swapped = {word: {3: 4, 4: 3}.get(place, place) for word, place in model["vocab"].items()}
+    others = [
+        {**content, "model": {**model, "vocab": swapped}},
+        {**content, "model": {**model, "merges": model["merges"][:-1]}},
+        {**content, "added_tokens": added[:-1]},
+        {**content, "added_tokens": [{**added[0], "content": "<|other|>"}, *added[1:]]},
+    ]
+    found = {tokenizer_digest(json.dumps(each)) for each in (content, *others)}
+    assert len(found) == 1 + len(others)
+
+
 def test_a_template_is_found_where_transformers_looks_for_it(base: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "copy")
     file, config = (tmp_path / "copy" / name for name in ("chat_template.jinja", "tokenizer_config.json"))
@@ -552,6 +636,9 @@ def test_a_hub_id_is_found_in_the_hub_s_cache(base: Path, tmp_path: Path, monkey
         ("text", {"config.json": "not json"}, "can't be read as JSON"),
         ("list", {"config.json": "[]"}, "holds no JSON object"),
         ("other", {"config.json": '{"model_type": "resnet"}'}, "no config of a language model"),
+        ("bart", {"config.json": '{"model_type": "bart", "is_encoder_decoder": true}'}, r"encoder-decoder \(bart\)"),
+        ("short", {"config.json": '{"model_type": "llama", "hidden_size": 32}'}, "lacks 'num_hidden_layers'"),
+        ("flat", {"config.json": '{"model_type": "llama", "num_hidden_layers": 2}'}, "lacks 'hidden_size'.*n_embd"),
     ],
 )
 def test_what_is_no_model_is_refused_in_words(name: str, content: dict[str, str], words: str, tmp_path: Path) -> None:

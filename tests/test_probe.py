@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from langgraph_latent import ChatLatent
 from langgraph_latent.errors import UnsupportedLayerError
 from langgraph_latent.kv.rope import RotationSpec
 from langgraph_latent.models import probe as probe_module
@@ -26,7 +27,7 @@ from langgraph_latent.models import resident
 from langgraph_latent.models.probe import Findings, unprobed
 from langgraph_latent.models.resident import PROBE_MEMORY, ModelKey, ResidentModel, acquire, release
 from langgraph_latent.testing import tiny_model, tiny_tokenizer
-from langgraph_latent.testing.catalogue import catalogue
+from langgraph_latent.testing.catalogue import catalogue, save_toy
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -578,3 +579,11 @@ def test_a_skipped_probe_still_knows_layers_that_are_kept_whole(load: Load) -> N
     model = load(toy("mamba2"), probe=False)
     assert "4 linear" in model.spec.capabilities.refusal("crop")
     assert model.findings == unprobed(model.kinds)
+
+
+@pytest.mark.parametrize(("name", "words"), [("rwkv", "does not use the cache"), ("xlstm", "does not run over")])
+def test_a_skipped_probe_refuses_what_has_no_cache_all_the_same(name: str, words: str, tmp_path: Path) -> None:
+    chat = ChatLatent(model=str(save_toy(tmp_path, name)), probe=False)
+    for ask in (lambda: chat.spec, lambda: chat.invoke("hello")):
+        with pytest.raises(UnsupportedLayerError, match=f"{words}.*Use a text edge"):
+            ask()

@@ -43,6 +43,7 @@ DELTA, FAR = 5, 97
 """Positions by which tokens are moved: a few, behind others; many, alone, which tells slow frequencies apart."""
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 """Says nothing about a model."""
+UNUSED = "does not use the cache that it is given. Use a text edge for this model."
 WRONG = "gives other logits when its tokens are fed in parts"
 
 
@@ -156,6 +157,13 @@ def unprobed(kinds: Sequence[LayerKind]) -> Findings:
     return Findings(refusals=(*_kept_whole(kinds), *refusals), positions="not probed", is_probed=False)
 
 
+def _failed(caught: Exception) -> str:
+    return (
+        f"does not run over transformers' cache layers for it: {type(caught).__name__}: {caught}. Use a text edge for "
+        "this model."
+    )
+
+
 def _kept_whole(kinds: Sequence[LayerKind]) -> list[tuple[str, str]]:
     whole = Counter(kind.name for kind in kinds if not kind.has_tokens and kind.name != "none")
     if not whole:
@@ -209,6 +217,18 @@ class Probe:
         """Logits after all tokens, fed at once, and their state."""
         return self._fed(self._ids)
 
+    def written(self) -> KVState:
+        """The state of all tokens. Raises `UnsupportedLayerError` for a model that can't write one, probed or not."""
+        try:
+            state = self.whole[1]
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as caught:
+            raise UnsupportedLayerError(f"{self._name} {_failed(caught)}") from caught
+        if not _is_written(state):
+            raise UnsupportedLayerError(f"{self._name} {UNUSED}")
+        return state
+
     # -- append -----------------------------------------------------------------------------------------------------
 
     def _find_way_to_append(self) -> bool:
@@ -225,10 +245,7 @@ class Probe:
             except OUT_OF_MEMORY:
                 raise
             except Exception as caught:  # noqa: BLE001 - whatever a model class does with a cache that it does not know
-                failure = (
-                    f"does not run over transformers' cache layers for it: {type(caught).__name__}: {caught}. Use a "
-                    "text edge for this model."
-                )
+                failure = _failed(caught)
             if not failure:
                 return is_stepwise
             failures.append(failure)
@@ -250,7 +267,7 @@ class Probe:
         num_tokens, num_single = len(self._ids), 8 if any(self._model.empty_state().wholes) else 2
         at_once, state = self.whole
         if not _is_written(state):
-            return "does not use the cache that it is given. Use a text edge for this model."
+            return UNUSED
         parts = [5, *[1] * (num_tokens - 5)] if is_stepwise else [5, num_tokens - 5 - num_single, *[1] * num_single]
         error = max(difference(expected, at_once), difference(expected, self._in_parts(parts)))
         if error <= self._tolerance:

@@ -161,7 +161,7 @@ class ResidentModel:
             memory.remember(key, findings.to_dict())
         findings = findings or unprobed(self.kinds)
         self.takes_mask, self.gives_positions = findings.takes_mask, findings.gives_positions
-        states = [probe.whole[1]]
+        states = [probe.written()]
         if any(states[0].wholes):
             with self.empty_state().append() as tail:
                 self.run(ids[:SHORT], tail)
