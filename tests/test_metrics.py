@@ -1,23 +1,30 @@
-"""Figures by hand, hand-overs against plain transformers, task files, and parity: what `metrics` says."""
+"""Figures by hand, hand-overs against plain transformers, task files, parity and the command: what `metrics` says."""
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
 from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace, Repair
+from langgraph_latent.cli import _measure
 from langgraph_latent.errors import (
     ConfigError,
+    ContextLengthError,
     HandleError,
     ModelMismatchError,
     TemplateError,
     UnsupportedLayerError,
 )
 from langgraph_latent.handle import unpack_tokens
+from langgraph_latent.measure import HANDED_OVER, SYSTEM, TOLD, Setup, measure_model, measure_tasks
 from langgraph_latent.metrics import (
     Fidelity,
     Score,
@@ -308,6 +315,64 @@ def test_an_empty_file_and_none_at_all_are_named(tmp_path: Path) -> None:
         read_tasks(tmp_path / "nowhere.jsonl")
 
 
+# -- many tasks ------------------------------------------------------------------------------------------------------
+
+
+def test_every_way_has_every_figure_over_all_tasks(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:
+    done: list[None] = []
+    setup = Setup(repair=Repair(0.3, "deviation"), steps=2, max_tokens=4)
+    rows = measure_tasks(tiny_chat, TASKS, setup, lambda: done.append(None))
+    assert tuple(rows) == (*TOLD, *HANDED_OVER)
+    names = {*Score._fields, *Fidelity._fields, "decoded_match", "rouge_l"}
+    for row in rows.values():
+        assert not row.refusal
+        assert set(row.figures) == names
+        for estimate in row.figures.values():
+            assert estimate.num == len(TASKS)
+            assert estimate.low <= estimate.mean <= estimate.high
+    assert rows["text"].figures["kl"].mean == 0
+    assert rows["append"].figures["kl"].high < 1e-4
+    assert rows["append"].figures["likelihood"].mean == pytest.approx(rows["text"].figures["likelihood"].mean, abs=1e-4)
+    for way in ("none", "compose", "compose+repair", "think"):
+        assert rows[way].figures["kl"].mean > 1e-4, way
+    assert len(done) == setup.num_runs(TASKS) - len(TASKS), "the rest is parity"
+    assert ws.size_info().pool.num_entries == 0, "what was measured is let go"
+
+
+def test_a_way_that_a_model_can_not_go_is_told_and_the_others_are_measured(
+    tiny_folder: Callable[..., Path], ws: LatentWorkspace
+) -> None:
+    chat = ChatLatent(model=str(tiny_folder("gpt2")), workspace=ws)
+    rows = measure_tasks(chat, TASKS)
+    assert tuple(rows) == ("none", "text", "append", "compose", "compose+repair")
+    assert "can't go on in this cache" in rows["compose"].refusal
+    assert not rows["compose"].figures
+    assert rows["append"].figures["kl"].num == 2
+
+
+def test_a_task_that_is_too_long_is_named(tiny_chat: ChatLatent) -> None:
+    long = Task("word " * 2000, "q?", "a", "tasks.jsonl, line 7")
+    with pytest.raises(ContextLengthError, match=r"tasks\.jsonl, line 7: the prompt has"):
+        measure_tasks(tiny_chat, [TASKS[0], long])
+    with pytest.raises(ContextLengthError, match=r"tasks\.jsonl, line 7: the prompt has"):
+        measure_parity(tiny_chat, [long], 2)
+
+
+@pytest.mark.parametrize("options", [{"system": " "}, {"steps": -1}, {"steps": True}, {"max_tokens": 1.5}])
+def test_an_impossible_setup_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Setup(**options)  # type: ignore[arg-type]
+
+
+def test_no_tasks_are_refused(tiny_chat: ChatLatent) -> None:
+    with pytest.raises(ConfigError, match="at least one task"):
+        measure_tasks(tiny_chat, [])
+    with pytest.raises(ConfigError, match="at least one task"):
+        measure_parity(tiny_chat, [])
+    with pytest.raises(ConfigError, match="steps=0 is impossible"):
+        measure_parity(tiny_chat, TASKS, 0)
+
+
 # -- latent steps ----------------------------------------------------------------------------------------------------
 
 
@@ -361,6 +426,14 @@ def test_parity_is_the_mean_of_what_each_task_gains_and_is_remembered(tiny_chat:
     assert parity_refusal(tiny_chat.spec.identity) == found.refusal
 
 
+@pytest.mark.usefixtures("own_memory")
+def test_parity_agrees_with_the_rows(tiny_folder: Callable[..., Path]) -> None:
+    rows, parity = measure_model(str(tiny_folder("llama")), TASKS, Setup(steps=2))
+    assert parity is not None
+    gain = rows["think"].figures["likelihood"].mean - rows["append"].figures["likelihood"].mean
+    assert parity.gain == pytest.approx(gain, abs=1e-5)
+
+
 def test_no_steps_are_a_read_and_thinking_twice_is_the_same(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:
     messages = [HumanMessage(CONTEXT)]
     assert tiny_chat.think(messages, steps=0) == tiny_chat.read(messages)
@@ -377,3 +450,80 @@ def test_no_steps_are_a_read_and_thinking_twice_is_the_same(tiny_chat: ChatLaten
         for mine, first in zip(state.layers(), states[0].layers(), strict=True):
             for tensor, other in zip(mine, first, strict=True):
                 torch.testing.assert_close(tensor, other, rtol=1e-5, atol=1e-5)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object, memory: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LANGGRAPH_LATENT_CACHE": str(memory)}
+    command = [sys.executable, "-m", "langgraph_latent.cli", "measure", *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    file = tmp_path / "tasks.jsonl"
+    rows = [{"context": task.context, "question": task.question, "answer": task.answer} for task in TASKS]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def test_the_command_prints_json_and_remembers_parity(
+    tiny_folder: Callable[..., Path], task_file: Path, tmp_path: Path
+) -> None:
+    folder, options = tiny_folder("llama"), ("--think", 2, "--strategy", "deviation", "--decode", 2)
+    done = run(folder, task_file, *options, "--repair", 0.5, "--limit", 1, "--json", memory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["system"] == SYSTEM
+    assert "rouge_l" in found["ways"]["none"]
+    assert tuple(found["ways"]) == (*TOLD, *HANDED_OVER)
+    assert found["ways"]["append"]["kl"]["num"] == 1
+    assert found["ways"]["append"]["kl"]["mean"] < 1e-4
+    (kept,) = json.loads((tmp_path / "parity.json").read_text()).values()
+    assert kept == {name: value for name, value in found["parity"].items() if name != "refusal"}
+    assert "\x1b" not in done.stderr
+
+
+def test_the_command_prints_a_table(tiny_folder: Callable[..., Path], task_file: Path, tmp_path: Path) -> None:
+    done = run(tiny_folder("gpt2"), task_file, "--system", "You decide.", memory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if line.split()[1:2] in (["2"], ["-"])}
+    assert list(rows) == ["none", "text", "append", "compose", "compose+repair"]
+    assert all(word in done.stdout for word in ("match", "likelihood", "KL", "agreement", "entropy"))
+    assert rows["text"][-4:] == ["0.000", "100", "%", "+0.000"]
+    assert any(line.startswith("compose: ") and "can't go on" in line for line in lines)
+    assert not (tmp_path / "parity.json").exists()
+
+
+def test_unusable_input_is_one_line_and_exit_code_2(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("no json\n")
+    done = run(tiny_folder("llama"), broken, memory=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {broken}, line 1 is no JSON object")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "/nowhere"}, "check the path"),
+        ({"ratio": 2.0}, "ratio=2.0 is impossible"),
+        ({"strategy": "best"}, "known: boundary, deviation"),
+        ({"options": {"system": ""}}, "system is empty"),
+    ],
+)
+def test_an_unusable_option_is_one_line_and_exit_code_2(
+    task_file: Path, changed: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = {"model": "/nowhere", "file": task_file, "ratio": 0.5, "strategy": "boundary", "options": {}}
+    assert _measure(**{**usual, "limit": None, "as_json": True, **changed}) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1

@@ -77,6 +77,7 @@ LAYERS = [
     "messages",
     "chat_model",
     "metrics",
+    "measure",
     "node",
     "testing.tiny",
     "testing.catalogue",
