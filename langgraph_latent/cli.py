@@ -1,4 +1,4 @@
-"""The command line: `langgraph-latent demo`, `trace`, `matrix` and `probe`.
+"""The command line: `langgraph-latent demo`, `trace`, `matrix`, `probe` and `measure`.
 
 It knows options, exit codes and which stream gets what. The demo is in `demo`; typer and rich are imported only when a
 command runs, because they are an extra.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from langgraph_latent import __version__
 from langgraph_latent.compat import Level
-from langgraph_latent.errors import LatentError, ModelLoadError, UnsupportedLayerError
+from langgraph_latent.errors import ConfigError, LatentError, ModelLoadError, PromptError, UnsupportedLayerError
 
 if TYPE_CHECKING:
     import typer
@@ -144,6 +144,40 @@ def _app() -> "typer.Typer":
     ) -> None:
         """Load a model and say what can be done with its caches. Exit code 1 where they can't be continued."""
         raise typer.Exit(_probe(model, as_json))
+
+    @app.command()
+    def measure(
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder made by save_pretrained(), or a hub id.")],
+        tasks: Annotated[
+            Path, typer.Argument(metavar="TASKS.jsonl", help="An object a line: context, question and answer, as text.")
+        ],
+        system: Annotated[
+            str | None,
+            typer.Option(metavar="TEXT", help="The receiver's system prompt. Default: a line that asks for few words."),
+        ] = None,
+        repair: Annotated[
+            float, typer.Option(metavar="RATIO", help="The part of what is moved that a repair computes anew.")
+        ] = 0.15,
+        strategy: Annotated[
+            str,
+            typer.Option(metavar="NAME", help="Which part: boundary (of blocks) or deviation (largest changes)."),
+        ] = "boundary",
+        think: Annotated[
+            int,
+            typer.Option(min=0, metavar="STEPS", help="Also measure latent steps, and whether edges may use them."),
+        ] = 0,
+        decode: Annotated[
+            int,
+            typer.Option(min=0, metavar="TOKENS", help="Also decode so many tokens and compare the words."),
+        ] = 0,
+        limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first tasks.")] = None,
+        as_json: Annotated[
+            bool, typer.Option("--json", metavar="", help="Print the result as JSON, and nothing else, to stdout.")
+        ] = False,
+    ) -> None:
+        """How much of a text gets through as a cache: continued, moved or repaired. Exit code 2 for unusable input."""
+        options = {"steps": think, "max_tokens": decode} | ({} if system is None else {"system": system})
+        raise typer.Exit(_measure(model, tasks, repair, strategy, options, limit, as_json))
 
     return app
 
@@ -383,6 +417,33 @@ def _probe_table(spec: "ModelSpec") -> Any:
     for label, value in rows:
         table.add_row(label, Text(value) if isinstance(value, str) else value)
     return table
+
+
+def _measure(
+    model: str, file: Path, ratio: float, strategy: Any, options: dict[str, Any], limit: int | None, as_json: bool
+) -> int:
+    from rich.progress import Progress
+
+    from langgraph_latent.demo.view import terminal
+    from langgraph_latent.measure import Setup, measure_model, to_dict, to_terminal
+    from langgraph_latent.metrics import read_tasks
+    from langgraph_latent.recipe import Repair
+
+    console = terminal(stderr=True)
+    try:
+        setup = Setup(repair=Repair(ratio, strategy), **options)
+        tasks = read_tasks(file)[:limit]
+        _silence_loading()
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("measuring", total=setup.num_runs(tasks))
+            result = measure_model(model, tasks, setup, lambda: progress.advance(bar))
+    except (ConfigError, ModelLoadError, PromptError, UnsupportedLayerError) as error:
+        return _refuse(error, 2)
+    if as_json:
+        print(json.dumps({"model": model, "system": setup.system, **to_dict(result)}, indent=2))
+    else:
+        terminal(width=WIDE).print(to_terminal(result))
+    return 0
 
 
 def _refuse(error: LatentError, code: int) -> int:

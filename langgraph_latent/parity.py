@@ -50,5 +50,8 @@ def parity_refusal(identity: str) -> str:
     try:
         known = Parity(**Memory(FILE).recall(identity))
     except TypeError:
-        return "it was never measured that latent steps lose nothing with this model: run metrics.measure_parity()"
+        return (
+            "it was never measured that latent steps lose nothing with this model: run metrics.measure_parity(), or "
+            "`langgraph-latent measure MODEL TASKS.jsonl --think STEPS`"
+        )
     return known.refusal
