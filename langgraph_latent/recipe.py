@@ -16,6 +16,8 @@ from langgraph_latent.errors import ConfigError, HandleError
 
 if TYPE_CHECKING:
     from langgraph_latent.handle import KVHandle
+else:
+    KVHandle = Any  # handles are made of recipes; whoever reads annotations at run time, as Pydantic does, finds this
 
 Strategy = Literal["boundary", "deviation"]
 

@@ -25,13 +25,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from langgraph_latent.errors import HandleError, LatentError
 from langgraph_latent.handle import (
-    SEGMENT_KINDS,
     KVHandle,
     Segment,
     common_tokens,
     pack_tokens,
     unpack_tokens,
 )
+from langgraph_latent.recipe import Thought
 
 MODEL = "5f" * 16
 SERDE = JsonPlusSerializer(allowed_msgpack_modules=[("langgraph_latent.handle", "KVHandle")])
@@ -41,14 +41,19 @@ BIG_BOMB_BYTES = 100 << 20
 texts = st.text(st.characters(), max_size=40)
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 chat_messages = st.builds(lambda role, content: {"role": role, "content": content}, st.sampled_from("ab"), texts)
-segments = st.tuples(st.sampled_from(SEGMENT_KINDS), texts, token_lists, st.lists(chat_messages, max_size=3))
+told = st.lists(chat_messages, max_size=3)
+segments = st.one_of(
+    st.tuples(st.sampled_from(["system", "prompt", "generated"]), texts, token_lists, told),
+    st.tuples(st.just("latent"), texts, st.integers(0, 40).map(lambda steps: [0] * steps), told),
+)
 
 
 def handle_of(*rows: tuple[str, str, list[int], list[dict[str, Any]]], tenant: str = "") -> KVHandle:
     """A handle grown segment by segment."""
     handle = KVHandle.root(MODEL, tenant)
     for kind, source, ids, messages in rows:
-        handle = handle.extend(kind, source, pack_tokens(ids), messages, bytes_per_token=100)
+        recipe = Thought(len(ids)) if kind == "latent" else None
+        handle = handle.extend(kind, source, pack_tokens(ids), messages, bytes_per_token=100, recipe=recipe)
     return handle
 
 
@@ -97,7 +102,7 @@ def test_extending_leaves_the_parent_as_it_was() -> None:
 
 
 def test_an_unknown_segment_kind_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(HandleError, match=r"dream.*prompt, generated, latent"):
+    with pytest.raises(HandleError, match=r"dream.*system, prompt, generated, latent, moved"):
         handle_of(("dream", "n", [1], []))
 
 
@@ -261,7 +266,7 @@ def loop_of_turns(rng: random.Random, encode: Callable[[str], list[int]]) -> KVH
 
 def random_tokens(rng: random.Random, count: int, vocabulary: int) -> KVHandle:
     ids = [rng.randrange(vocabulary) for _ in range(count)]
-    return handle_of(("latent", "thinker", ids, [{"role": "user", "content": "think"}]))
+    return handle_of(("prompt", "thinker", ids, [{"role": "user", "content": "think"}]))
 
 
 @pytest.fixture(scope="module")

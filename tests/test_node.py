@@ -230,7 +230,7 @@ def test_missing_prompt_key_is_named_with_the_keys_there_are(tiny_chat: ChatLate
 
 
 def test_wrong_options_are_refused_when_the_node_is_made(tiny_chat: ChatLatent) -> None:
-    with pytest.raises(ConfigError, match="read, decode"):
+    with pytest.raises(ConfigError, match="read, think, decode"):
         LatentNode(tiny_chat, prompt="x", mode="reed")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="writes"):
         LatentNode(tiny_chat, prompt="x", mode="read", writes="answer")
@@ -249,7 +249,7 @@ def test_node_can_start_afresh_or_inherit_other_keys(tiny_chat: ChatLatent) -> N
     state = {"latent": one, "a": one, "b": [two]}
     for inherit, told in [
         ((), []),
-        (None, ["the report"]),
+        ("append", ["the report"]),
         ("a", ["the report"]),
         (["b", "a"], ["the answer", "the report"]),
         (["nowhere"], []),
