@@ -664,7 +664,7 @@ def _tokenizer_of(folder: Path) -> str:
     if file.is_file():
         try:
             (digest,) = remembered(
-                "vocabulary", [file], 1, lambda: (tokenizer_digest(file.read_text(encoding="utf-8")),)
+                "token ids", [file], 1, lambda: (tokenizer_digest(file.read_text(encoding="utf-8")),)
             )
             return digest
         except (ValueError, TypeError, AttributeError, KeyError) as error:
