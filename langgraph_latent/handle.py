@@ -10,6 +10,7 @@ import base64
 import hashlib
 import itertools
 import json
+import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -98,7 +99,8 @@ class Segment:
         digest.update(tokens)
         if recipe is not None:
             digest.update(recipe.digest.encode())
-        return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(own), digest.hexdigest(), framing, recipe)
+        names = (sys.intern(kind), sys.intern(source))  # equal handles pickle alike: LangGraph's cache keys are pickles
+        return cls(*names, len(tokens) // TOKEN_BYTES, tuple(own), digest.hexdigest(), framing, recipe)
 
 
 def _check_recipe(kind: str, tokens: bytes, recipe: Recipe | None) -> None:
@@ -135,7 +137,7 @@ def _copied(message: Message) -> tuple[Message, bytes]:
     parts = (role, json.dumps(kept, sort_keys=True) if kept else "", content)
     texts = [part.encode("utf-8", "surrogatepass") for part in parts]
     sizes = " ".join(str(len(text)) for text in texts)
-    return {"role": role, "content": content, **kept}, b" ".join([sizes.encode(), *texts])
+    return {"role": sys.intern(role), "content": content, **kept}, b" ".join([sizes.encode(), *texts])
 
 
 def _handle_id(model: str, tenant: str, segments: Iterable[Segment]) -> str:
@@ -274,7 +276,12 @@ class KVHandle:
     @property
     def has_thoughts(self) -> bool:
         """Whether there are latent steps in it."""
-        return any(span.kind == "latent" for span in self.spans)
+        return self.num_steps > 0
+
+    @property
+    def num_steps(self) -> int:
+        """Its most latent steps in a row, 0 for none."""
+        return max((span.end - span.begin for span in self.spans if span.kind == "latent"), default=0)
 
     def first(self, num_segments: int) -> KVHandle:
         """The handle of the first segments alone."""
@@ -453,7 +460,10 @@ def _deflate(data: bytes) -> str:
 
 def _inflate(text: str, limit: int) -> bytes:
     inflater = zlib.decompressobj()
-    data = inflater.decompress(base64.b64decode(text, validate=True), limit)
+    packed = base64.b64decode(text, validate=True)
+    if base64.b64encode(packed).decode() != text:  # the last letter has spare bits
+        raise ValueError("it is not written as we write it")
+    data = inflater.decompress(packed, limit)
     if not inflater.eof or inflater.unused_data:
         raise ValueError(f"it is cut, padded or larger than {limit} bytes")
     return data

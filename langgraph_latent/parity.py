@@ -42,16 +42,16 @@ class Parity:
 
 def remember_parity(identity: str, parity: Parity) -> None:
     """Keep what was measured of a model, for all processes."""
-    Memory(FILE).remember(identity, asdict(parity))
+    Memory(FILE).remember(f"{identity} {parity.steps}", asdict(parity))
 
 
-def parity_refusal(identity: str) -> str:
-    """Why a model's latent steps are not to be used; "" where a measurement says that they lose nothing."""
+def parity_refusal(identity: str, steps: int) -> str:
+    """Why so many latent steps of a model are not to be used; "" where a measurement says that they lose nothing."""
     try:
-        known = Parity(**Memory(FILE).recall(identity))
+        known = Parity(**Memory(FILE).recall(f"{identity} {steps}"))
     except TypeError:
         return (
-            "it was never measured that latent steps lose nothing with this model: run metrics.measure_parity(), or "
-            "`langgraph-latent measure MODEL TASKS.jsonl --think STEPS`"
+            f"it was never measured that {steps} latent steps lose nothing with this model: run "
+            f"metrics.measure_parity(), or `langgraph-latent measure MODEL TASKS.jsonl --think {steps}`"
         )
     return known.refusal

@@ -32,6 +32,7 @@ from langgraph_latent.errors import (
     PromptError,
     TenantError,
     UnknownHandleError,
+    UnsupportedLayerError,
 )
 from langgraph_latent.events import (
     Composed,
@@ -470,6 +471,8 @@ class LatentWorkspace:
 
     def _make(self, handle: KVHandle, receiver: ResidentModel, origin: Origin) -> KVState:
         """The state up to the last of a handle's segments that has a recipe, kept for others."""
+        if refusal := facts_of(handle, receiver.spec).move_refusal:
+            raise UnsupportedLayerError(f"the caches of {receiver.spec.name!r} can't be composed: {refusal}; read anew")
         begin = time.perf_counter()
         number = max(index for index, segment in enumerate(handle.segments) if segment.recipe)
         before, made_handle = handle.first(number), handle.first(number + 1)
@@ -636,13 +639,14 @@ class LatentWorkspace:
                 text_tokens = _num_text_tokens(handle, receiver, framing)
         rates = self.rates(receiver) if receiver else Rates()
         facts = facts_of(handle, spec)
+        if facts.has_thoughts and not facts.thought_refusal:
+            facts = facts._replace(thought_refusal=parity_refusal(spec.identity, handle.num_steps))
         facts = facts._replace(
             cached_tokens=num_cached,
             move_bytes=nbytes,
             text_tokens=text_tokens,
             rates=rates,
             first=first,
-            thought_refusal=facts.thought_refusal or (parity_refusal(spec.identity) if facts.has_thoughts else ""),
         )
         return Situation(sender or handle.model, spec, compatibility, facts)
 

@@ -21,7 +21,7 @@ from benchmarks.rows import peers
 from benchmarks.swap_rows import GRAMMAR, HUGGING_FACE, NEEDS, SWAPPED, Need
 
 ROOT = Path(__file__).parent.parent
-ROWS = ["handover", "first-token", "text-handover", "chain", "equal-chain", "decode", "bytes", "export"]
+ROWS = ["handover", "first-token", "text-handover", "chain", "equal-chain", "decode", "bytes", "export", "merge"]
 
 
 def benchmark(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

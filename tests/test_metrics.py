@@ -394,11 +394,11 @@ def test_thoughts_pass_where_a_measurement_says_that_they_lose_nothing(tiny_fold
         chat = ChatLatent(model=str(tiny_folder("llama")), workspace=ws)
         handle, identity = chat.think([HumanMessage(CONTEXT)], steps=3), chat.spec.identity
         assert code_of(chat, handle) == "no_thoughts"
-        assert "measure_parity" in parity_refusal(identity)
+        assert "measure_parity" in parity_refusal(identity, 3)
         for gain, code in ((-0.1, "no_thoughts"), (0.0, "same_model"), (0.1, "same_model"), (-0.1, "no_thoughts")):
             remember_parity(identity, Parity(5, 3, gain, gain - 1, gain + 1))
             assert code_of(chat, handle) == code, gain
-        assert "lose against reading: -0.100" in parity_refusal(identity)
+        assert "lose against reading: -0.100" in parity_refusal(identity, 3)
         found = measure_parity(chat, TASKS, 3)
         assert code_of(chat, handle) == ("same_model" if found.gain >= 0 else "no_thoughts")
         assert code_of(chat, chat.read([HumanMessage(CONTEXT)])) == "same_model"
@@ -423,7 +423,7 @@ def test_parity_is_the_mean_of_what_each_task_gains_and_is_remembered(tiny_chat:
     assert found.gain == pytest.approx(sum(gains) / 2, abs=1e-5)
     assert (found.low, found.high) == pytest.approx((min(gains), max(gains)), abs=1e-5)
     assert (found.num_tasks, found.steps) == (2, 3)
-    assert parity_refusal(tiny_chat.spec.identity) == found.refusal
+    assert parity_refusal(tiny_chat.spec.identity, found.steps) == found.refusal
 
 
 @pytest.mark.usefixtures("own_memory")
