@@ -486,9 +486,14 @@ def test_one_changed_character_anywhere_is_refused(field: str, at: int, new: str
     text: str = data[field] or "-"
     at %= len(text)
     data[field] = text[:at] if cut else text[:at] + new + text[at + 1 :]
-    if data[field] != example().to_dict()[field]:
-        with pytest.raises(HandleError):
-            KVHandle.from_dict(data)
+    if data[field] == example().to_dict()[field]:
+        return
+    try:
+        read = KVHandle.from_dict(data)
+    except HandleError:
+        return
+    assert field in ("tokens", "segments"), "a deflated stream has a few spare bits, nothing else has"
+    assert read == example()
 
 
 @settings(max_examples=150, deadline=1000)

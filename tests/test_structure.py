@@ -173,17 +173,8 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def imports_for_types(path: Path) -> Iterator[str]:
-    """Those of them under `if TYPE_CHECKING`: a handle and its recipe hold each other, and only one imports the other."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            yield from (each.module or "" for each in node.body if isinstance(each, ast.ImportFrom))
-
-
 def own_imports(path: Path, files: dict[str, Path]) -> set[str]:
-    for_types = set(imports_for_types(path))
-    used = (name for name in imports_of(path) if name not in for_types)
-    named = {name.removeprefix("langgraph_latent.") for name in used if name.startswith("langgraph_latent")}
+    named = {name.removeprefix("langgraph_latent.") for name in imports_of(path) if name.startswith("langgraph_latent")}
     found = {name for name in named if name in files}
     # `from package import module` names the package only for its modules
     return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
