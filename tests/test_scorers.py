@@ -230,7 +230,7 @@ def loss_of_budget(chat: ChatLatent, passage: Passage, scorer: Any) -> float:
         with seen.append(seen.num_tokens + len(ids)) as tail:
             return model.logits(ids, tail)[-len(answer) :].double().log_softmax(-1)
 
-    spans = budget_spans(state, handle.num_tokens * 3 // 4, scorer, window=8)
+    spans = budget_spans(state, handle.num_tokens * 3 // 4, scorer)
     piece = Piece(state, torch.tensor(tokens_in(spans)))
     whole, kept = predictions(state), predictions(moved_behind(model.empty_state(), [piece], model.rotations))
     return float((whole.exp() * (whole - kept)).sum(-1).mean())
