@@ -48,8 +48,8 @@ def key_norm(
 ) -> torch.Tensor:
     """Keys of a low L2 norm get attention, so the score is minus the norm (arXiv 2406.11430).
 
-    No score that needs the cache alone was clearly better. Share of the context's effect that is kept at 75/50/25 % of the
-    tokens with SmolLM2-135M, ten passages of 70 to 274 tokens, 4 sinks and a window of 32, measured as by
+    No score that needs the cache alone was clearly better. Share of the context's effect that is kept at 75/50/25 % of
+    the tokens with SmolLM2-135M, ten passages of 70 to 274 tokens, 4 sinks and a window of 32, measured as by
     `importance.effect_kept`: key norm .98/.89/.33, value norm over key norm .97/.91/.31, value norm .96/.81/.25, keys
     unlike their mean (KeyDiff, arXiv 2504.15364) .96/.85/.27, leverage of values .97/.86/.21, random tokens
     .89/.77/.23, the last tokens .90/.78/.27.
