@@ -26,7 +26,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from transformers import StoppingCriteriaList
 
-from langgraph_latent.compose import NO_SYSTEM, Selection, behind, merge
+from langgraph_latent.compose import EVERY_KIND, WHOLE, Selection, behind, composed, merge, part_of
 from langgraph_latent.errors import (
     ClosedError,
     ConfigError,
@@ -37,6 +37,7 @@ from langgraph_latent.errors import (
 )
 from langgraph_latent.events import Origin
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle
+from langgraph_latent.kv.scorers import SINKS, WINDOW, budget_spans, check_budget
 from langgraph_latent.messages import answer_chunk, answer_message, plain_message, with_schema
 from langgraph_latent.models.answer import Call, InvalidCall, Part
 from langgraph_latent.models.grammar import Constraint, check_grammars, has_grammars
@@ -292,7 +293,7 @@ class ChatLatent(BaseChatModel):
                 raise ModelMismatchError(f"handle {handle.id} is of another model than {self.model!r}; read it anew")
         if system is None and select is None:
             return merge(chosen, repair=repair)
-        each = NO_SYSTEM if select is None else select
+        each = WHOLE if select is None else select
         selections = [each] * len(chosen) if isinstance(each, Selection) else list(each)
         if len(selections) != len(chosen):
             raise ConfigError(
@@ -302,6 +303,26 @@ class ChatLatent(BaseChatModel):
             selection.check_layers(len(spec.layers))
         head = SystemMessage(system) if isinstance(system, str) else system
         return behind(self._head(head), chosen, selections, repair)
+
+    def within_budget(self, handle: KVHandle, num_tokens: int, *, sinks: int = SINKS, window: int = WINDOW) -> KVHandle:
+        """A handle of the `num_tokens` tokens of a handle's cache that matter most, its first and last ones among them.
+
+        They are told by their keys (`kv/scorers.py`), system prompts like all others, and moved together: the handle is
+        served like one of `compose`, where level 1 is allowed. Read as text, its messages are whole. A handle that is
+        within the budget is given back. Tensors that are gone are rebuilt first.
+
+        Raises `ConfigError` for an impossible budget, `UnsupportedLayerError` for a model whose layers keep no key per
+        token, and `HandleError` (`ModelMismatchError` for another model's).
+        """
+        check_budget(num_tokens, sinks, window)
+        workspace = self._loaded_workspace()
+        workspace.check(handle)
+        if num_tokens >= handle.num_tokens:
+            return handle
+        state = workspace.state_of(handle, self.resident())
+        spans = budget_spans(state, num_tokens, sinks=sinks, window=window)
+        kept = part_of(handle, Selection(kinds=EVERY_KIND, spans=spans))
+        return composed(KVHandle.root(handle.model, handle.tenant), [kept])
 
     def _head(self, system: SystemMessage | None) -> KVHandle:
         """The handle of a system prompt alone, or of what the template says without one."""

@@ -19,12 +19,16 @@ MAX_BLOCKS = 4096
 """Blocks in one composition."""
 
 
+EVERY_KIND = frozenset(SEGMENT_KINDS)
+NOT_SYSTEM = EVERY_KIND - {"system"}
+
+
 @dataclass(frozen=True)
 class Selection:
-    """Which part of a handle is taken; everything by default. Conditions are joined by "and".
+    """Which part of a handle is taken; everything but system prompts by default. Conditions are joined by "and".
 
     Attributes:
-        kinds: of segments: "system", "prompt", "generated", "latent".
+        kinds: of segments: "system", "prompt", "generated", "latent"; by default all but system prompts.
         sources: nodes that added them.
         spans: tokens (begin, end) of the handle, in order and not overlapping.
         answer_only: only the last sampled answer.
@@ -35,7 +39,7 @@ class Selection:
     Raises `ConfigError` for impossible values.
     """
 
-    kinds: frozenset[str] | None = None
+    kinds: frozenset[str] = NOT_SYSTEM
     sources: frozenset[str] | None = None
     spans: tuple[tuple[int, int], ...] | None = None
     answer_only: bool = False
@@ -49,7 +53,7 @@ class Selection:
                 raise ConfigError(f"{name}={value!r} is text; pass a list of names")
             if value is not None:
                 object.__setattr__(self, name, frozenset(value))
-        if self.kinds is not None and (unknown := sorted(self.kinds - set(SEGMENT_KINDS))):
+        if unknown := sorted(self.kinds - EVERY_KIND):
             raise ConfigError(f"unknown segment kind {unknown[0]!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
         if self.spans is not None:
             object.__setattr__(self, "spans", tuple(_checked_spans(self.spans)))
@@ -65,14 +69,10 @@ class Selection:
 
     def takes(self, span: Span) -> bool:
         """Whether it takes tokens of this span, `spans` and `answer_only` apart."""
-        is_kind = self.kinds is None or span.kind in self.kinds
-        return is_kind and (self.sources is None or span.source in self.sources)
+        return span.kind in self.kinds and (self.sources is None or span.source in self.sources)
 
 
-ALL = Selection()
-"""Everything."""
-NO_SYSTEM = Selection(kinds=frozenset(SEGMENT_KINDS) - {"system"})
-"""Everything but system prompts."""
+WHOLE = Selection()
 
 
 def _checked_spans(spans: Iterable[Sequence[int]]) -> Iterator[tuple[int, int]]:
@@ -93,7 +93,7 @@ class Part(NamedTuple):
     messages: list[Message]
 
 
-def part_of(handle: KVHandle, selection: Selection = ALL, behind: int = 0) -> Part:
+def part_of(handle: KVHandle, selection: Selection, behind: int = 0) -> Part:
     """What a selection takes of a handle's tokens from `behind` on.
 
     Messages are told whole where any of their tokens is taken. Raises `ConfigError` where it takes nothing, and for
@@ -144,7 +144,7 @@ def merge(handles: Sequence[KVHandle], *, repair: Repair | None = None) -> KVHan
     lead, *others = without_contained(handles) or handles[:1]
     _check_alike([lead, *others])
     begin = _shared_tokens([lead, *others])
-    return composed(lead, [part_of(other, NO_SYSTEM, begin) for other in others], repair)
+    return composed(lead, [part_of(other, WHOLE, begin) for other in others], repair)
 
 
 def behind(
@@ -162,7 +162,7 @@ def behind(
     _check_alike([head, *handles])
     begin = _shared_tokens(handles) if len(handles) > 1 else 0
     pairs = [*zip(handles, selections, strict=True)]
-    if selections[0] == NO_SYSTEM and _begins_with(handles[0], head):
+    if selections[0] == WHOLE and _begins_with(handles[0], head):
         head, pairs = handles[0], pairs[1:]
         return composed(head, [part_of(handle, selection, begin) for handle, selection in pairs], repair)
     first, *others = pairs
