@@ -54,6 +54,27 @@ def think(recipe: Thought, last: int, start: KVState, model: ResidentModel) -> M
         return Made(tail.seal(), 0)
 
 
+def biases_of(handle: KVHandle, num_layers: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What a handle's recipes add to the scores of its tokens, by layer; () for nothing."""
+    recipes = [segment.recipe for segment in handle.segments]
+    if not any(isinstance(recipe, Composition) and recipe.is_weighted for recipe in recipes):
+        return ()
+    return tuple(
+        torch.cat(
+            [
+                part.to(device)
+                for segment in handle.segments
+                for part in (
+                    [_bias(block, layer) for block in segment.recipe.blocks]
+                    if isinstance(segment.recipe, Composition)
+                    else [torch.zeros(segment.num_tokens)]
+                )
+            ]
+        )
+        for layer in range(num_layers)
+    )
+
+
 def _pieces(blocks: Sequence[Block], origins: Origins) -> list[Piece]:
     """The blocks as pieces of states; neighbours of one handle in one piece."""
     pieces: list[Piece] = []

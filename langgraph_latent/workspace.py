@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from langgraph_latent.compat import Compatibility, Level, compare
 from langgraph_latent.compose import merge, without_contained
-from langgraph_latent.composer import Made, compose, think
+from langgraph_latent.composer import Made, biases_of, compose, think
 from langgraph_latent.delivery import Delivery, Request, told_by, unrouted, without_thoughts
 from langgraph_latent.errors import (
     CacheBudgetError,
@@ -261,6 +261,8 @@ class LatentWorkspace:
         self.pool.check_fits(capacity_for(num_tokens) * spec.bytes_per_token)
         if prompt.num_inherited < lead.num_composed:  # no part of a composition can be used alone
             edges[0] = edges[0].diverged(prompt.num_inherited, 0, lead.num_tokens)
+            num_kept, num_inherited = prompt.num_inherited, lead.num_tokens
+            self._emit(Diverged, request, lead, num_tokens=num_kept, num_inherited=num_inherited)
             lead = root
         found, moved = None, None
         may_fall_back = all(policy.may_fall_back for policy in policies)
@@ -476,9 +478,22 @@ class LatentWorkspace:
         assert isinstance(segment.recipe, Composition)
         start = self._state(before, before.num_tokens, receiver, origin)
         ids = unpack_tokens(handle.tokens[before.num_tokens * TOKEN_BYTES :])
-        return compose(
-            segment.recipe, ids, start, receiver, lambda each: self._state(each, each.num_tokens, receiver, origin)
-        )
+        return compose(segment.recipe, ids, start, receiver, lambda each: self._whole(each, receiver, origin))
+
+    def _whole(self, handle: KVHandle, receiver: ResidentModel, origin: Origin) -> KVState:
+        """The state of a handle with every token in every layer, as moving needs it: one that was ingested may lack
+        those that its windows have left, and is computed again."""
+        state = self._state(handle, handle.num_tokens, receiver, origin)
+        if state.has_tokens_from(0):
+            return state
+        made = self._make(handle, receiver, origin) if handle.num_composed else receiver.empty_state()
+        missing = unpack_tokens(handle.tokens[made.num_tokens * TOKEN_BYTES :])
+        self.emit(Rebuilt(handle=handle.id, model=handle.model, num_tokens=len(missing), reason="past its windows"))
+        if not missing:
+            return made
+        with made.append(handle.num_tokens) as tail:
+            receiver.prefill(missing, tail)
+            return tail.seal()
 
     def export(self, handle: KVHandle, receiver: ResidentModel, path: str | Path | None) -> bytes | None:
         """Write a handle with its tensors to one file (mode 0600, whole or not at all), or return the bytes."""
@@ -513,6 +528,8 @@ class LatentWorkspace:
         receiver.check_vocabulary(handle)
         self._known_spec(receiver)
         state, _ = self._move(state, receiver, origin)
+        if biases := biases_of(handle, len(receiver.kinds), receiver.device):  # a file holds keys and values only
+            state = state.with_biases(biases)
         self.keep(handle, state, origin)
         self.emit(
             Ingested(
