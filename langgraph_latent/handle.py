@@ -283,9 +283,9 @@ class KVHandle:
         nbytes = self.nbytes * num_tokens // max(self.num_tokens, 1)
         return self._made(self.model, self.tenant, nbytes, self.tokens[: num_tokens * TOKEN_BYTES], segments)
 
-    @property
+    @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What its tokens are, from the first to the last."""
+        """What its tokens are, from the first to the last; computed once, for each handle that blocks come from too."""
         return tuple(self._spans())
 
     def _spans(self) -> Iterator[Span]:
@@ -375,6 +375,15 @@ class KVHandle:
             raise HandleError("not a handle: a field has the wrong type")
         return cls(**data)
 
+    def __eq__(self, other: object) -> bool:
+        """By digests: handles that blocks come from share parts, and comparing each in each takes 2 to their depth."""
+        return isinstance(other, KVHandle) and self._parts == other._parts
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        digests = [segment.digest for segment in self.segments]
+        return (self.id, self.model, self.tenant, self.nbytes, self.tokens, digests)
+
     def __hash__(self) -> int:
         return hash(self.id)
 
@@ -382,8 +391,9 @@ class KVHandle:
         source = f" from {self.source!r}" if self.source else ""
         return f"KVHandle({self.id!r}, {self.num_tokens} tokens{source}, {self.nbytes / 1e6:.1f} MB)"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Packed, so that equal handles are equal bytes: LangGraph's node cache compares them."""
+        return self.from_dict, (self.to_dict(),)
 
 
 def _pack(tokens: bytes, segments: tuple[Segment, ...]) -> tuple[str, str]:
@@ -432,8 +442,9 @@ def _unpack(tokens: str, segments: str) -> tuple[bytes, tuple[Segment, ...]]:
         ids = array({2: "H", 4: "I"}[packed[0]], packed[1:])
         all_tokens = array("I", ids).tobytes()
         # A token says a bounded number of bytes, so few tokens can't carry a recipe that inflates to gigabytes.
-        limit = min(MAX_RECIPE_BYTES, (1 << 20) + RECIPE_BYTES_PER_TOKEN * (len(all_tokens) // TOKEN_BYTES))
-        rows = json.loads(_inflate(segments, limit).decode("utf-8", "surrogatepass"))
+        # What the handles behind its blocks add is packed already and hardly inflates.
+        limit = (1 << 20) + RECIPE_BYTES_PER_TOKEN * (len(all_tokens) // TOKEN_BYTES) + 2 * len(segments)
+        rows = json.loads(_inflate(segments, min(limit, MAX_RECIPE_BYTES)).decode("utf-8", "surrogatepass"))
         position, unpacked = 0, []
         for kind, source, num_tokens, messages, *more in rows:
             end = position + num_tokens * TOKEN_BYTES
