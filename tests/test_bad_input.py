@@ -185,7 +185,7 @@ def test_an_unknown_option_is_an_error_that_lists_the_known_ones(tiny_chat: Chat
         ChatLatent(model="x", temprature=1)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"'top_q'; did you mean 'top_p'\? known options: .*top_k"):
         tiny_chat.invoke("hello", top_q=1)
-    with pytest.raises(ConfigError, match="known modes: read, decode"):
+    with pytest.raises(ConfigError, match="known modes: read, think, decode"):
         LatentNode(tiny_chat, prompt="x", mode="reed")  # type: ignore[arg-type]
 
 

@@ -165,7 +165,7 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 def imports_for_types(path: Path) -> Iterator[str]:
-    """Those of them under `if TYPE_CHECKING`: a handle and its recipe hold each other, and only one imports the other."""
+    """Those of them under `if TYPE_CHECKING`: a handle and its recipe hold each other; one imports the other."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             yield from (each.module or "" for each in node.body if isinstance(each, ast.ImportFrom))
