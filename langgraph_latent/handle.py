@@ -464,7 +464,10 @@ def _deflate(data: bytes) -> str:
 
 def _inflate(text: str, limit: int) -> bytes:
     inflater = zlib.decompressobj()
-    data = inflater.decompress(base64.b64decode(text, validate=True), limit)
+    deflated = base64.b64decode(text, validate=True)
+    if base64.b64encode(deflated).decode() != text:
+        raise ValueError("its last character holds bits that mean nothing")
+    data = inflater.decompress(deflated, limit)
     if not inflater.eof or inflater.unused_data:
         raise ValueError(f"it is cut, padded or larger than {limit} bytes")
     return data
