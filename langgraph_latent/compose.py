@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from langgraph_latent.errors import ConfigError, HandleError
 from langgraph_latent.handle import SEGMENT_KINDS, TOKEN_BYTES, KVHandle, Message, Span
@@ -21,6 +21,12 @@ MAX_BLOCKS = 4096
 
 EVERY_KIND = frozenset(SEGMENT_KINDS)
 NOT_SYSTEM = EVERY_KIND - {"system"}
+
+
+def _listed(name: str, value: Any) -> Iterable[Any]:
+    if not isinstance(value, Iterable):
+        raise ConfigError(f"{name}={value!r} is one value; pass a list")
+    return value
 
 
 @dataclass(frozen=True)
@@ -51,16 +57,18 @@ class Selection:
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ConfigError(f"{name}={value!r} is text; pass a list of names")
-            if value is not None:
-                object.__setattr__(self, name, frozenset(value))
+            if value is not None or name == "kinds":
+                object.__setattr__(self, name, frozenset(_listed(name, value)))
         if unknown := sorted(self.kinds - EVERY_KIND):
             raise ConfigError(f"unknown segment kind {unknown[0]!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
         if self.spans is not None:
-            object.__setattr__(self, "spans", tuple(_checked_spans(self.spans)))
+            object.__setattr__(self, "spans", tuple(_checked_spans(_listed("spans", self.spans))))
+            if not self.spans:
+                raise ConfigError("spans=() takes nothing; name one span or more, or leave it out for all")
         if not isinstance(self.weight, int | float) or isinstance(self.weight, bool) or not 0 <= self.weight < 1e9:
             raise ConfigError(f"weight={self.weight!r} is impossible; it is a number from 0 on")
         if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(self.layers))
+            object.__setattr__(self, "layers", tuple(_listed("layers", self.layers)))
 
     def check_layers(self, num_layers: int) -> None:
         """Raise `ConfigError` where it names layers that a model of so many does not have, or none."""
@@ -78,7 +86,12 @@ WHOLE = Selection()
 def _checked_spans(spans: Iterable[Sequence[int]]) -> Iterator[tuple[int, int]]:
     before = 0
     for span in spans:
-        if len(span) != 2 or not all(type(each) is int for each in span) or not 0 <= span[0] < span[1]:
+        if (
+            not isinstance(span, Sequence)
+            or len(span) != 2
+            or not all(type(each) is int for each in span)
+            or not 0 <= span[0] < span[1]
+        ):
             raise ConfigError(f"the span {span!r} is impossible; it is (begin, end) in tokens, begin before end")
         if span[0] < before:
             raise ConfigError(f"the span {span!r} overlaps the one before it, or comes before it; order and part them")
@@ -105,10 +118,13 @@ def part_of(handle: KVHandle, selection: Selection, behind: int = 0) -> Part:
     if selection.answer_only and not handle.num_sampled:
         raise ConfigError(f"answer_only: {handle!r} does not end with an answer")
     wanted, messages = list[tuple[int, int]](), list[Message]()
+    told: tuple[Message, ...] = ()
     for span in handle.spans:
         pieces = list(_within(span, selection, max(first, behind))) if selection.takes(span) else []
         wanted += pieces
-        messages += span.messages if pieces else ()
+        if pieces and span.messages is not told:  # two parts of one segment, composed before, say the same
+            messages += span.messages
+            told = span.messages
     if not wanted:
         raise ConfigError(f"nothing of {handle!r} is selected by {selection}")
     weighted = (selection.weight, selection.layers)
@@ -141,8 +157,8 @@ def merge(handles: Sequence[KVHandle], *, repair: Repair | None = None) -> KVHan
     """
     if not handles:
         raise ConfigError("there is nothing to merge; pass at least one handle")
+    _check_alike(handles)
     lead, *others = without_contained(handles) or handles[:1]
-    _check_alike([lead, *others])
     begin = _shared_tokens([lead, *others])
     return composed(lead, [part_of(other, WHOLE, begin) for other in others], repair)
 
@@ -160,14 +176,16 @@ def behind(
     if not handles:
         raise ConfigError("there is nothing to compose; pass at least one handle")
     _check_alike([head, *handles])
-    begin = _shared_tokens(handles) if len(handles) > 1 else 0
+    num_shared = _shared_tokens(handles) if len(handles) > 1 else 0
     pairs = [*zip(handles, selections, strict=True)]
     if selections[0] == WHOLE and _begins_with(handles[0], head):
-        head, pairs = handles[0], pairs[1:]
-        return composed(head, [part_of(handle, selection, begin) for handle, selection in pairs], repair)
-    first, *others = pairs
-    parts = [part_of(*first), *(part_of(handle, selection, begin) for handle, selection in others)]
-    return composed(head, parts, repair)
+        parts = [part_of(handle, selection, num_shared) for handle, selection in pairs[1:]]
+        return composed(handles[0], parts, repair)
+    (first, taken), *others = pairs
+    # What the first selection leaves out of what is shared is not taken yet where another one takes it.
+    begins = [num_shared if selection == taken or taken == WHOLE else 0 for _, selection in others]
+    later = [part_of(*pair, begin) for pair, begin in zip(others, begins, strict=True)]
+    return composed(head, [part_of(first, taken), *later], repair)
 
 
 def _begins_with(handle: KVHandle, head: KVHandle) -> bool:

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import itertools
 import json
-import sys
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -99,8 +98,7 @@ class Segment:
         digest.update(tokens)
         if recipe is not None:
             digest.update(recipe.digest.encode())
-        names = (sys.intern(kind), sys.intern(source))  # equal handles pickle alike: LangGraph's cache keys are pickles
-        return cls(*names, len(tokens) // TOKEN_BYTES, tuple(own), digest.hexdigest(), framing, recipe)
+        return cls(kind, source, len(tokens) // TOKEN_BYTES, tuple(own), digest.hexdigest(), framing, recipe)
 
 
 def _check_recipe(kind: str, tokens: bytes, recipe: Recipe | None) -> None:
@@ -137,7 +135,7 @@ def _copied(message: Message) -> tuple[Message, bytes]:
     parts = (role, json.dumps(kept, sort_keys=True) if kept else "", content)
     texts = [part.encode("utf-8", "surrogatepass") for part in parts]
     sizes = " ".join(str(len(text)) for text in texts)
-    return {"role": sys.intern(role), "content": content, **kept}, b" ".join([sizes.encode(), *texts])
+    return {"role": role, "content": content, **kept}, b" ".join([sizes.encode(), *texts])
 
 
 def _handle_id(model: str, tenant: str, segments: Iterable[Segment]) -> str:
@@ -290,9 +288,9 @@ class KVHandle:
         nbytes = self.nbytes * num_tokens // max(self.num_tokens, 1)
         return self._made(self.model, self.tenant, nbytes, self.tokens[: num_tokens * TOKEN_BYTES], segments)
 
-    @property
+    @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What its tokens are, from the first to the last."""
+        """What its tokens are, from the first to the last; computed once, for each handle that blocks come from too."""
         return tuple(self._spans())
 
     def _spans(self) -> Iterator[Span]:
@@ -382,6 +380,15 @@ class KVHandle:
             raise HandleError("not a handle: a field has the wrong type")
         return cls(**data)
 
+    def __eq__(self, other: object) -> bool:
+        """By digests: handles that blocks come from share parts, and comparing each in each takes 2 to their depth."""
+        return isinstance(other, KVHandle) and self._parts == other._parts
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        digests = [segment.digest for segment in self.segments]
+        return (self.id, self.model, self.tenant, self.nbytes, self.tokens, digests)
+
     def __hash__(self) -> int:
         return hash(self.id)
 
@@ -389,8 +396,9 @@ class KVHandle:
         source = f" from {self.source!r}" if self.source else ""
         return f"KVHandle({self.id!r}, {self.num_tokens} tokens{source}, {self.nbytes / 1e6:.1f} MB)"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Packed, so that equal handles are equal bytes: LangGraph's node cache compares them."""
+        return self.from_dict, (self.to_dict(),)
 
 
 def _pack(tokens: bytes, segments: tuple[Segment, ...]) -> tuple[str, str]:
@@ -439,8 +447,9 @@ def _unpack(tokens: str, segments: str) -> tuple[bytes, tuple[Segment, ...]]:
         ids = array({2: "H", 4: "I"}[packed[0]], packed[1:])
         all_tokens = array("I", ids).tobytes()
         # A token says a bounded number of bytes, so few tokens can't carry a recipe that inflates to gigabytes.
-        limit = min(MAX_RECIPE_BYTES, (1 << 20) + RECIPE_BYTES_PER_TOKEN * (len(all_tokens) // TOKEN_BYTES))
-        rows = json.loads(_inflate(segments, limit).decode("utf-8", "surrogatepass"))
+        # What the handles behind its blocks add is packed already and hardly inflates.
+        limit = (1 << 20) + RECIPE_BYTES_PER_TOKEN * (len(all_tokens) // TOKEN_BYTES) + 2 * len(segments)
+        rows = json.loads(_inflate(segments, min(limit, MAX_RECIPE_BYTES)).decode("utf-8", "surrogatepass"))
         position, unpacked = 0, []
         for kind, source, num_tokens, messages, *more in rows:
             end = position + num_tokens * TOKEN_BYTES
@@ -460,10 +469,10 @@ def _deflate(data: bytes) -> str:
 
 def _inflate(text: str, limit: int) -> bytes:
     inflater = zlib.decompressobj()
-    packed = base64.b64decode(text, validate=True)
-    if base64.b64encode(packed).decode() != text:  # the last letter has spare bits
-        raise ValueError("it is not written as we write it")
-    data = inflater.decompress(packed, limit)
+    deflated = base64.b64decode(text, validate=True)
+    if base64.b64encode(deflated).decode() != text:
+        raise ValueError("its last character holds bits that mean nothing")
+    data = inflater.decompress(deflated, limit)
     if not inflater.eof or inflater.unused_data:
         raise ValueError(f"it is cut, padded or larger than {limit} bytes")
     return data

@@ -132,7 +132,10 @@ class Composition:
             blocks = tuple(
                 Block(handles[number], begin, end, weight, None if layers is None else tuple(layers))
                 for number, begin, end, weight, layers in plain["blocks"]
+                if number >= 0
             )
+            if len(blocks) < len(plain["blocks"]):
+                raise HandleError("a handle's composition names a handle by a number below 0")
             return cls(blocks, None if plain["repair"] is None else Repair(*plain["repair"]))
         except (ConfigError, KeyError, TypeError, ValueError, IndexError) as error:
             raise HandleError(f"a handle's composition can't be read: {error}") from error

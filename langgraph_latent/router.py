@@ -347,10 +347,17 @@ class EdgeRouter:
         return self.default if edge is None else self.policies[edge]
 
     def policy_for(self, handle: KVHandle, node: str) -> EdgePolicy:
-        """The policy of a handle's edge; it allows no level below 0 that the edge of one of its blocks forbids."""
+        """The policy of a handle's edge; it allows nothing that the edge of one of its blocks forbids."""
         policy = self.policy(handle.source, node)
         for origin in handle.origins:
-            policy = replace(policy, allow=policy.allow & self.policy_for(origin, node).allow)
+            other = self.policy_for(origin, node)
+            policy = replace(
+                policy,
+                allow=policy.allow & other.levels,
+                route=Route.TEXT if other.route is Route.TEXT else policy.route,
+                judge=policy.judge or other.judge,
+                thoughts=policy.thoughts and (other.thoughts or not origin.has_thoughts),
+            )
         return policy
 
     def match(self, source: str, node: str) -> tuple[str, str] | None:

@@ -281,8 +281,12 @@ class LatentWorkspace:
         receiver.check_vocabulary(lead)
         inherited = told_by(handles) if is_cache else without_thoughts(told_by(handles))
         plan = self._with_prompt(receiver, request, Plan(edges, policies, lead, (*inherited, *request.messages), root))
-        is_torn = plan.prompt.num_inherited < lead.num_composed  # no part of a composition can be used alone
-        return plan.diverged(0) if is_torn else plan
+        if plan.prompt.num_inherited >= lead.num_composed:
+            return plan
+        # no part of a composition can be used alone
+        kept, inherited_tokens = plan.prompt.num_inherited, lead.num_tokens
+        self._emit(Diverged, request, lead, num_tokens=kept, num_inherited=inherited_tokens)
+        return plan.diverged(0)
 
     def _with_prompt(self, receiver: ResidentModel, request: Request, plan: Plan) -> Plan:
         """A plan with its prompt written, which is told and checked here."""
@@ -504,9 +508,22 @@ class LatentWorkspace:
         assert isinstance(segment.recipe, Composition)
         start = self._state(before, before.num_tokens, receiver, origin)
         ids = unpack_tokens(handle.tokens[before.num_tokens * TOKEN_BYTES :])
-        return compose(
-            segment.recipe, ids, start, receiver, lambda each: self._state(each, each.num_tokens, receiver, origin)
-        )
+        return compose(segment.recipe, ids, start, receiver, lambda each: self._whole(each, receiver, origin))
+
+    def _whole(self, handle: KVHandle, receiver: ResidentModel, origin: Origin) -> KVState:
+        """The state of a handle with every token in every layer, as moving needs it: one that was ingested may lack
+        those that its windows have left, and is computed again."""
+        state = self._state(handle, handle.num_tokens, receiver, origin)
+        if state.has_tokens_from(0):
+            return state
+        made = self._make(handle, receiver, origin) if handle.num_composed else receiver.empty_state()
+        missing = unpack_tokens(handle.tokens[made.num_tokens * TOKEN_BYTES :])
+        self.emit(Rebuilt(handle=handle.id, model=handle.model, num_tokens=len(missing), reason="past its windows"))
+        if not missing:
+            return made
+        with made.append(handle.num_tokens) as tail:
+            receiver.prefill(missing, tail)
+            return tail.seal()
 
     def export(self, handle: KVHandle, receiver: ResidentModel, path: str | Path | None) -> bytes | None:
         """Write a handle with its tensors to one file (mode 0600, whole or not at all), or return the bytes."""

@@ -347,7 +347,9 @@ class ResidentModel:
                 return reached.values
         raise UnsupportedLayerError(f"{self.spec.name!r} does not use layer {layer} of its cache")
 
-    def _run_at(self, cache: Any, ids: Sequence[int], positions: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    def _run_at(
+        self, cache: Any, ids: Sequence[int], positions: Sequence[int], wanted: Sequence[int], **arguments: Any
+    ) -> torch.Tensor:
         """A model call in which the cache's layers say what attends to what; logits at the `wanted` indices."""
         return self._run(
             cache,
@@ -355,6 +357,7 @@ class ResidentModel:
             wanted,
             position_ids=torch.tensor([positions], device=self.device),
             attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),  # 4-d: taken as it is
+            **arguments,
         )
 
     def think(self, last: int, steps: int, tail: KVTail) -> None:
@@ -369,7 +372,12 @@ class ResidentModel:
     def _hidden(self, tail: KVTail, **inputs: Any) -> torch.Tensor:
         """The last hidden state after one token, (1, 1, hidden)."""
         states: list[torch.Tensor] = []
-        self.run([0], tail, **inputs, output_hidden_states=True, keep=states.append)
+        options: dict[str, Any] = {**inputs, "output_hidden_states": True, "keep": states.append}
+        if tail.is_biased:
+            self._run_at(rows_cache([tail], [1]), [0], [tail.num_tokens], [0], **options)
+            tail.fed(1)
+        else:
+            self.run([0], tail, **options)
         return states[0]
 
     @cached_property
