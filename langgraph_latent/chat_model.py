@@ -26,7 +26,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from transformers import StoppingCriteriaList
 
-from langgraph_latent.compose import EVERY_KIND, WHOLE, Selection, behind, composed, merge, part_of
+from langgraph_latent.compose import EVERY_KIND, WHOLE, Selection, behind, composed, merge, own_head, part_of
 from langgraph_latent.errors import (
     ClosedError,
     ConfigError,
@@ -276,7 +276,7 @@ class ChatLatent(BaseChatModel):
 
         Args:
             handles: a handle or reply, or several, in the order in which they are to be read.
-            system: the reader's own system prompt, which takes the place of theirs; None keeps the first one's.
+            system: the reader's own system prompt, which takes the place of theirs; None keeps the first handle's.
             select: what is taken of each handle, one for all or one each; by default everything but system prompts.
             repair: how much is computed anew in its new place, which makes up for what it did not see when it was read.
 
@@ -286,6 +286,8 @@ class ChatLatent(BaseChatModel):
         Raises `HandleError` for handles of other models, and `ConfigError` for an empty or impossible selection.
         """
         chosen = [self.handle(each) if isinstance(each, AIMessage) else each for each in _listed(handles)]
+        if not chosen:
+            raise ConfigError("there is nothing to compose; pass at least one handle")
         spec = self.spec
         for handle in chosen:
             self._loaded_workspace().check(handle)
@@ -301,8 +303,9 @@ class ChatLatent(BaseChatModel):
             )
         for selection in selections:
             selection.check_layers(len(spec.layers))
-        head = SystemMessage(system) if isinstance(system, str) else system
-        return behind(self._head(head), chosen, selections, repair)
+        if system is None:
+            return behind(own_head(chosen[0]), chosen, selections, repair)
+        return behind(self._head(system), chosen, selections, repair)
 
     def within_budget(self, handle: KVHandle, num_tokens: int, *, sinks: int = SINKS, window: int = WINDOW) -> KVHandle:
         """A handle of the `num_tokens` tokens of a handle's cache that matter most, its first and last ones among them.
@@ -324,19 +327,19 @@ class ChatLatent(BaseChatModel):
         kept = part_of(handle, Selection(kinds=EVERY_KIND, spans=spans))
         return composed(KVHandle.root(handle.model, handle.tenant), [kept])
 
-    def _head(self, system: SystemMessage | None) -> KVHandle:
-        """The handle of a system prompt alone, or of what the template says without one."""
+    def _head(self, system: str | SystemMessage) -> KVHandle:
+        """The handle of a system prompt alone. Raises `TemplateError` where the template has no such thing."""
         resident = self.resident()
         framing = Framing((), self.template_options)
-        messages = [plain_message(system)] if system else []
+        messages = [plain_message(SystemMessage(system) if isinstance(system, str) else system)]
         root = KVHandle.root(resident.spec.identity, self._loaded_workspace().tenant)
         tokens = resident.prompts.head(messages, framing)
-        if not tokens and messages:
+        if not tokens:
             raise TemplateError(
                 f"the chat template of {self.model!r} does not part a system message from what follows; leave it out"
             )
         size = resident.spec.bytes_per_token
-        return root.extend("system", "", tokens, messages, size, framing=framing.digest) if tokens else root
+        return root.extend("system", "", tokens, messages, size, framing=framing.digest)
 
     def handle(self, reply: AIMessage) -> KVHandle:
         """The handle of everything up to and with a reply; `LatentWorkspace.handle`."""

@@ -112,6 +112,14 @@ def part_of(handle: KVHandle, selection: Selection, behind: int = 0) -> Part:
     Messages are told whole where any of their tokens is taken. Raises `ConfigError` where it takes nothing, and for
     spans outside of the handle.
     """
+    part = _taken(handle, selection, behind)
+    if not part.blocks and selection.weight:
+        raise ConfigError(f"nothing of {handle!r} is selected by {selection}")
+    return part
+
+
+def _taken(handle: KVHandle, selection: Selection, behind: int) -> Part:
+    """The same, be it nothing."""
     if selection.spans and selection.spans[-1][1] > handle.num_tokens:
         raise ConfigError(f"the span {selection.spans[-1]} is not in a handle of {handle.num_tokens} tokens")
     first = handle.num_tokens - handle.num_sampled if selection.answer_only else behind
@@ -119,17 +127,14 @@ def part_of(handle: KVHandle, selection: Selection, behind: int = 0) -> Part:
         raise ConfigError(f"answer_only: {handle!r} does not end with an answer")
     wanted, messages = list[tuple[int, int]](), list[Message]()
     told: tuple[Message, ...] = ()
-    for span in handle.spans:
+    for span in handle.spans if selection.weight else ():
         pieces = list(_within(span, selection, max(first, behind))) if selection.takes(span) else []
         wanted += pieces
         if pieces and span.messages is not told:  # two parts of one segment, composed before, say the same
             messages += span.messages
             told = span.messages
-    if not wanted:
-        raise ConfigError(f"nothing of {handle!r} is selected by {selection}")
-    weighted = (selection.weight, selection.layers)
-    blocks = [Block(handle, begin, end, *weighted) for begin, end in _joined(wanted)] if selection.weight else []
-    return Part(blocks, messages if selection.weight else [])
+    blocks = [Block(handle, begin, end, selection.weight, selection.layers) for begin, end in _joined(wanted)]
+    return Part(blocks, messages)
 
 
 def _within(span: Span, selection: Selection, first: int) -> Iterator[tuple[int, int]]:
@@ -160,7 +165,8 @@ def merge(handles: Sequence[KVHandle], *, repair: Repair | None = None) -> KVHan
     _check_alike(handles)
     lead, *others = without_contained(handles) or handles[:1]
     begin = _shared_tokens([lead, *others])
-    return composed(lead, [part_of(other, WHOLE, begin) for other in others], repair)
+    parts = [_taken(other, WHOLE, begin) for other in others]  # nothing of one that adds but a system prompt
+    return composed(lead, parts, repair)
 
 
 def behind(
@@ -186,6 +192,12 @@ def behind(
     begins = [num_shared if selection == taken or taken == WHOLE else 0 for _, selection in others]
     later = [part_of(*pair, begin) for pair, begin in zip(others, begins, strict=True)]
     return composed(head, [part_of(first, taken), *later], repair)
+
+
+def own_head(handle: KVHandle) -> KVHandle:
+    """The handle of a handle's leading system prompt alone, of no tokens where it has none."""
+    leading = itertools.takewhile(lambda segment: segment.kind == "system", handle.segments)
+    return handle.first(len(list(leading)))
 
 
 def _begins_with(handle: KVHandle, head: KVHandle) -> bool:

@@ -27,6 +27,8 @@ TOKEN_BYTES = 4
 MAX_TOKENS = 1 << 22
 MAX_RECIPE_BYTES = 1 << 26
 RECIPE_BYTES_PER_TOKEN = 256
+MAX_DEPTH = 64
+"""How often blocks may be taken of what has blocks."""
 SEGMENT_KINDS = ("system", "prompt", "generated", "latent", "moved")
 """system: what leads a conversation, the template's own words included; prompt: what was read; generated: what was
 sampled; latent: latent steps; moved: blocks of other caches."""
@@ -113,6 +115,8 @@ def _check_recipe(kind: str, tokens: bytes, recipe: Recipe | None) -> None:
         fits = recipe is None
     if not fits:
         raise HandleError(f"a segment of kind {kind!r} does not fit its recipe")
+    if max((handle.depth for handle in _handles_in(recipe)), default=0) >= MAX_DEPTH:
+        raise HandleError(f"blocks were taken of blocks {MAX_DEPTH} times; read what is inherited anew")
 
 
 class Span(NamedTuple):
@@ -170,7 +174,7 @@ class KVHandle:
     def __post_init__(self) -> None:
         packed: tuple[Any, Any] = (self.tokens, self.segments)
         if all(isinstance(part, str) for part in packed):
-            tokens, segments = _unpack(*packed)
+            tokens, segments = _unpack(*packed, self.model, self.tenant)
             object.__setattr__(self, "tokens", tokens)
             object.__setattr__(self, "segments", segments)
             self.verify()
@@ -255,21 +259,26 @@ class KVHandle:
         moved = [segment.recipe for segment in self.segments if isinstance(segment.recipe, Composition)]
         return all(recipe.is_exact for recipe in moved)
 
-    @property
-    def total_tokens(self) -> int:
-        """Its tokens, and those of the handles that its blocks come from."""
-        return self.num_tokens + sum(handle.total_tokens for handle in self.origins)
+    @cached_property
+    def origins(self) -> tuple[KVHandle, ...]:
+        """The handles that its blocks come from, and those that theirs come from: each once, inner ones first."""
+        found: dict[str, KVHandle] = {}
+        for segment in self.segments:
+            for handle in _handles_in(segment.recipe):
+                found |= {inner.id: inner for inner in handle.origins} | {handle.id: handle}
+        return tuple(found.values())
 
-    @property
-    def origins(self) -> list[KVHandle]:
-        """The handles that its blocks come from."""
-        return [handle for segment in self.segments for handle in _handles_in(segment.recipe)]
+    @cached_property
+    def depth(self) -> int:
+        """How often blocks were taken of what had blocks: 0 for a plain handle."""
+        own = [1 + handle.depth for segment in self.segments for handle in _handles_in(segment.recipe)]
+        return max(own, default=0)
 
     @property
     def needs_rows(self) -> bool:
         """Whether making its cache needs attention over rows: something is repaired, or seen otherwise than in full."""
-        own = [segment.recipe for segment in self.segments if isinstance(segment.recipe, Composition)]
-        return any(recipe.repair or recipe.is_weighted for recipe in own) or any(h.needs_rows for h in self.origins)
+        recipes = [segment.recipe for handle in (self, *self.origins) for segment in handle.segments]
+        return any(isinstance(recipe, Composition) and (recipe.repair or recipe.is_weighted) for recipe in recipes)
 
     @property
     def has_thoughts(self) -> bool:
@@ -358,7 +367,7 @@ class KVHandle:
 
     def to_dict(self) -> dict[str, Any]:
         """The handle as strings and integers; `from_dict` is its inverse."""
-        tokens, segments = _pack(self.tokens, self.segments)
+        tokens, segments = _pack(self.tokens, self.segments, self.origins)
         return {
             "id": self.id,
             "model": self.model,
@@ -401,38 +410,36 @@ class KVHandle:
         return self.from_dict, (self.to_dict(),)
 
 
-def _pack(tokens: bytes, segments: tuple[Segment, ...]) -> tuple[str, str]:
-    """Tokens as the narrowest of uint16 and uint32, both parts deflated and in base64."""
+def _pack(tokens: bytes, segments: tuple[Segment, ...], origins: tuple[KVHandle, ...]) -> tuple[str, str]:
+    """Tokens and segments, both deflated and in base64; with the segments, each origin once, inner ones first."""
+    numbers = {handle.id: number for number, handle in enumerate(origins)}
+    rows: Any = [_row(segment, numbers) for segment in segments]
+    if origins:
+        parts = [
+            [each.nbytes, _pack_tokens(each.tokens), _pack_json([_row(segment, numbers) for segment in each.segments])]
+            for each in origins
+        ]
+        rows = {"origins": parts, "rows": rows}
+    return _pack_tokens(tokens), _pack_json(rows)
+
+
+def _pack_tokens(tokens: bytes) -> str:
+    """Token ids as the narrowest of uint16 and uint32."""
     ids = array("I", tokens)
     narrow = array("H", ids) if not ids or max(ids) < 1 << 16 else ids
-    rows = [_row(segment) for segment in segments]
-    width = narrow.itemsize.to_bytes(1, "little")
-    return (
-        _deflate(width + narrow.tobytes()),
-        _deflate(json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")),
-    )
+    return _deflate(narrow.itemsize.to_bytes(1, "little") + narrow.tobytes())
 
 
-def _row(segment: Segment) -> list[Any]:
+def _pack_json(content: Any) -> str:
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return _deflate(text.encode("utf-8", "surrogatepass"))
+
+
+def _row(segment: Segment, numbers: Mapping[str, int]) -> list[Any]:
     row = [segment.kind, segment.source, segment.num_tokens, segment.messages]
     if isinstance(segment.recipe, Composition):
-        return [*row, segment.framing, segment.recipe.to_plain()]
+        return [*row, segment.framing, segment.recipe.to_plain(numbers)]
     return [*row, segment.framing] if segment.framing else row
-
-
-def _recipe(kind: str, num_tokens: int, plain: Sequence[Any]) -> Recipe | None:
-    """What a row's segment was made by; `plain` is what stands behind its framing. Raises what `_unpack` catches."""
-    if kind == "latent":
-        return Thought(num_tokens)
-    if not plain:
-        return None
-    (composition,) = plain
-    handles: list[KVHandle] = []
-    for data in composition["handles"]:
-        handles.append(KVHandle.from_dict(data))
-        if sum(handle.total_tokens for handle in handles) > MAX_TOKENS:
-            raise ValueError(f"its blocks come from more than {MAX_TOKENS} tokens")
-    return Composition.from_plain(composition, handles)
 
 
 def _handles_in(recipe: Recipe | None) -> list[KVHandle]:
@@ -441,26 +448,60 @@ def _handles_in(recipe: Recipe | None) -> list[KVHandle]:
     return list({block.handle.id: block.handle for block in blocks}.values())
 
 
-def _unpack(tokens: str, segments: str) -> tuple[bytes, tuple[Segment, ...]]:
+def _unpack(tokens: str, segments: str, model: str, tenant: str) -> tuple[bytes, tuple[Segment, ...]]:
     try:
-        packed = _inflate(tokens, MAX_TOKENS * TOKEN_BYTES)
-        ids = array({2: "H", 4: "I"}[packed[0]], packed[1:])
-        all_tokens = array("I", ids).tobytes()
-        # A token says a bounded number of bytes, so few tokens can't carry a recipe that inflates to gigabytes.
-        # What the handles behind its blocks add is packed already and hardly inflates.
-        limit = (1 << 20) + RECIPE_BYTES_PER_TOKEN * (len(all_tokens) // TOKEN_BYTES) + 2 * len(segments)
-        rows = json.loads(_inflate(segments, min(limit, MAX_RECIPE_BYTES)).decode("utf-8", "surrogatepass"))
-        position, unpacked = 0, []
-        for kind, source, num_tokens, messages, *more in rows:
-            end = position + num_tokens * TOKEN_BYTES
-            framing, recipe = (more or [""])[0], _recipe(kind, num_tokens, more[1:])
-            unpacked.append(Segment.of(kind, source, all_tokens[position:end], messages, framing, recipe))
-            position = end
-        if position != len(all_tokens):
-            raise ValueError(f"its segments claim {position // TOKEN_BYTES} tokens")
-        return all_tokens, tuple(unpacked)
+        own = _unpack_tokens(tokens)
+        content = _unpack_json(segments, own)
+        origins, rows = (content["origins"], content["rows"]) if isinstance(content, dict) else ((), content)
+        known, num_tokens = list[KVHandle](), len(own) // TOKEN_BYTES
+        for nbytes, packed, inner in origins:
+            theirs = _unpack_tokens(packed)
+            num_tokens += len(theirs) // TOKEN_BYTES
+            if num_tokens > MAX_TOKENS:
+                raise ValueError(f"its blocks come from more than {MAX_TOKENS} tokens")
+            made = _segments(theirs, _unpack_json(inner, theirs), known)
+            known.append(KVHandle._made(model, tenant, nbytes, theirs, made))
+        return own, _segments(own, rows, known)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError, zlib.error) as error:
         raise HandleError(f"a handle's packed form can't be read: {error}") from error
+
+
+def _unpack_tokens(text: str) -> bytes:
+    packed = _inflate(text, MAX_TOKENS * TOKEN_BYTES)
+    return array("I", array({2: "H", 4: "I"}[packed[0]], packed[1:])).tobytes()
+
+
+def _unpack_json(text: str, tokens: bytes) -> Any:
+    """A token says a bounded number of bytes, so few tokens can't carry a recipe that inflates to gigabytes.
+
+    What origins add is packed already and hardly inflates.
+    """
+    limit = (1 << 20) + RECIPE_BYTES_PER_TOKEN * (len(tokens) // TOKEN_BYTES) + 2 * len(text)
+    return json.loads(_inflate(text, min(limit, MAX_RECIPE_BYTES)).decode("utf-8", "surrogatepass"))
+
+
+def _segments(tokens: bytes, rows: Sequence[Any], known: Sequence[KVHandle]) -> tuple[Segment, ...]:
+    """The segments that rows say. Raises what `_unpack` catches."""
+    position, segments = 0, []
+    for kind, source, num_tokens, messages, *more in rows:
+        end = position + num_tokens * TOKEN_BYTES
+        framing, *plain = more or [""]
+        recipe = _recipe(kind, num_tokens, plain, known)
+        segments.append(Segment.of(kind, source, tokens[position:end], messages, framing, recipe))
+        position = end
+    if position != len(tokens):
+        raise ValueError(f"its segments claim {position // TOKEN_BYTES} tokens")
+    return tuple(segments)
+
+
+def _recipe(kind: str, num_tokens: int, plain: Sequence[Any], known: Sequence[KVHandle]) -> Recipe | None:
+    """What a row's segment was made by; `plain` is what stands behind its framing. Raises what `_unpack` catches."""
+    if kind == "latent":
+        return Thought(num_tokens)
+    if not plain:
+        return None
+    (composition,) = plain
+    return Composition.from_plain(composition, known)
 
 
 def _deflate(data: bytes) -> str:

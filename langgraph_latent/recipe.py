@@ -51,7 +51,8 @@ class Block:
     """Tokens `begin` to `end` of another handle's cache, as they are there, put at another position.
 
     Attributes:
-        weight: what its tokens count in attention: its logarithm is added to their scores. 1 changes nothing.
+        weight: what its tokens count in attention: its logarithm is added to their scores. 1 changes nothing. It holds
+            in this place, and goes not along where a block is taken of this one.
         layers: those in which it is seen; None for all.
 
     Raises `ConfigError` for a span outside of the handle, a weight that is not above 0, and no layers.
@@ -114,11 +115,9 @@ class Composition:
         repair = self.repair and [float(self.repair.ratio), self.repair.strategy]
         return hashlib.sha256(json.dumps(["moved", parts, repair]).encode()).hexdigest()
 
-    def to_plain(self) -> dict[str, Any]:
-        handles = {each.handle.id: each.handle for each in self.blocks}
-        numbers = {name: number for number, name in enumerate(handles)}
+    def to_plain(self, numbers: Mapping[str, int]) -> dict[str, Any]:
+        """As plain values; `numbers` stand for the handles, by id."""
         return {
-            "handles": [handle.to_dict() for handle in handles.values()],
             "blocks": [
                 [numbers[each.handle.id], each.begin, each.end, each.weight, each.layers] for each in self.blocks
             ],
@@ -127,7 +126,7 @@ class Composition:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], handles: Sequence[KVHandle]) -> Composition:
-        """What `to_plain` wrote, its handles read already. Raises `HandleError` for anything else."""
+        """What `to_plain` wrote, the handles by their numbers. Raises `HandleError` for anything else."""
         try:
             blocks = tuple(
                 Block(handles[number], begin, end, weight, None if layers is None else tuple(layers))

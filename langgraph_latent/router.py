@@ -350,7 +350,7 @@ class EdgeRouter:
         """The policy of a handle's edge; it allows nothing that the edge of one of its blocks forbids."""
         policy = self.policy(handle.source, node)
         for origin in handle.origins:
-            other = self.policy_for(origin, node)
+            other = self.policy(origin.source, node)
             policy = replace(
                 policy,
                 allow=policy.allow & other.levels,

@@ -333,7 +333,7 @@ class LatentWorkspace:
         repair = policies[0].repair if spec.capabilities.can("batch") else None
         try:
             return [repaired(merge(handles), repair)]
-        except ConfigError:  # nothing but system prompts is new in one of them
+        except (ConfigError, HandleError):  # too many blocks, or blocks of blocks too often
             return handles
 
     def explain(

@@ -30,7 +30,7 @@ from langgraph_latent import (
     Selection,
     merge,
 )
-from langgraph_latent.compose import ALL, NO_SYSTEM, composed, part_of
+from langgraph_latent.compose import EVERY_KIND, WHOLE, composed, part_of
 from langgraph_latent.errors import RouteError
 from langgraph_latent.events import Composed, Diverged, Event, Prefilled, Routed
 from langgraph_latent.kv.state import KVState
@@ -40,6 +40,8 @@ from langgraph_latent.parity import Parity, remember_parity
 from langgraph_latent.recipe import Composition
 from langgraph_latent.testing.catalogue import save_toy
 from langgraph_latent.testing.tiny import CHATML
+
+EVERYTHING = Selection(kinds=EVERY_KIND)
 
 MOVED = EdgePolicy(allow=frozenset({Level.EXACT, Level.MOVED, Level.TEXT}))
 THINKING = EdgePolicy(allow=frozenset({Level.EXACT, Level.MOVED, Level.TEXT}), thoughts=True)
@@ -166,7 +168,7 @@ def test_a_block_moved_behind_another_head_is_as_one_read_there_with_the_head_hi
     assert model.spec.capabilities.can("move"), model.spec.capabilities.refusal("move")
     (whole,) = notes(chat, "a", system=None)
     (head,) = notes(chat, "b")
-    handle = composed(head, [part_of(whole, ALL)])
+    handle = composed(head, [part_of(whole, EVERYTHING)])
     assert head.num_tokens > 24  # another offset, past the window of a toy
     assert head.num_tokens + whole.num_tokens > 48
     state = ws.state_of(handle, model)
@@ -273,15 +275,15 @@ def test_the_boundary_of_each_block_is_repaired_and_the_most_changed_token_by_de
 
 
 def weighted(handles: Sequence[KVHandle], **options: Any) -> KVHandle:
-    return composed(handles[0], [part_of(handles[1], Selection(kinds=NO_SYSTEM.kinds, **options))])
+    return composed(handles[0], [part_of(handles[1], Selection(**options))])
 
 
 def test_a_weight_of_1_is_none_and_of_0_is_absence(chat: ChatLatent, ws: LatentWorkspace) -> None:
     a, b, c = notes(chat, "abc")
     assert weighted([a, b], weight=1.0).id == merge([a, b]).id
     assert weighted([a, b], weight=0).id == a.id
-    gone = chat.compose([a, b, c], select=[NO_SYSTEM, Selection(kinds=NO_SYSTEM.kinds, weight=0), NO_SYSTEM])
-    assert gone == chat.compose([a, c], select=NO_SYSTEM)
+    gone = chat.compose([a, b, c], select=[WHOLE, Selection(weight=0), WHOLE])
+    assert gone == chat.compose([a, c], select=WHOLE)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])

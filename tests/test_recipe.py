@@ -24,10 +24,12 @@ from hypothesis import strategies as st
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 
 from langgraph_latent import Repair, Selection, merge
-from langgraph_latent.compose import ALL, MAX_BLOCKS, NO_SYSTEM, Part, behind, composed, part_of, without_contained
+from langgraph_latent.compose import EVERY_KIND, MAX_BLOCKS, WHOLE, Part, behind, composed, part_of, without_contained
 from langgraph_latent.errors import ConfigError, HandleError
 from langgraph_latent.handle import MAX_TOKENS, KVHandle, Segment, pack_tokens
 from langgraph_latent.recipe import Block, Composition, Thought
+
+EVERYTHING = Selection(kinds=EVERY_KIND)
 
 MODEL = "5f" * 16
 SERDE = JsonPlusSerializer(allowed_msgpack_modules=[("langgraph_latent.handle", "KVHandle")])
@@ -215,8 +217,8 @@ def taken(selection: Selection, handle: KVHandle = MIXED, behind: int = 0) -> li
 @pytest.mark.parametrize(
     ("selection", "expected"),
     [
-        (ALL, [(0, 13)]),
-        (NO_SYSTEM, [(3, 13)]),
+        (EVERYTHING, [(0, 13)]),
+        (WHOLE, [(3, 13)]),
         (Selection(kinds=frozenset({"system"})), [(0, 3)]),
         (Selection(kinds=frozenset({"prompt"})), [(3, 5), (7, 8), (10, 12)]),
         (Selection(kinds=frozenset({"generated"})), [(5, 7), (12, 13)]),
@@ -235,11 +237,11 @@ def test_a_selection_takes_its_tokens_and_no_others(selection: Selection, expect
 
 
 def test_what_is_shared_is_not_taken_again() -> None:
-    assert taken(ALL, behind=4) == [(4, 13)]
+    assert taken(EVERYTHING, behind=4) == [(4, 13)]
     assert taken(Selection(answer_only=True), behind=4) == [(12, 13)]
     assert taken(Selection(kinds=frozenset({"system", "generated"})), behind=6) == [(6, 7), (12, 13)]
     with pytest.raises(ConfigError, match="nothing of"):
-        part_of(MIXED, ALL, 13)
+        part_of(MIXED, EVERYTHING, 13)
 
 
 def test_messages_are_told_whole_where_any_of_their_tokens_is_taken_and_once() -> None:
@@ -250,7 +252,7 @@ def test_messages_are_told_whole_where_any_of_their_tokens_is_taken_and_once() -
 def test_weight_and_layers_go_to_every_block_and_1_is_none() -> None:
     part = part_of(MIXED, Selection(kinds=frozenset({"prompt"}), weight=2.5, layers=(1, 0)))
     assert {(block.weight, block.layers) for block in part.blocks} == {(2.5, (0, 1))}
-    assert part_of(MIXED, Selection(weight=1.0)) == part_of(MIXED, ALL)
+    assert part_of(MIXED, Selection(weight=1.0)) == part_of(MIXED, EVERYTHING)
 
 
 def test_weight_0_is_absence_but_a_wrong_selection_is_still_wrong() -> None:
@@ -258,8 +260,8 @@ def test_weight_0_is_absence_but_a_wrong_selection_is_still_wrong() -> None:
     with pytest.raises(ConfigError):
         part_of(MIXED, Selection(weight=0, kinds=frozenset({"moved"})))
     base, other = read("a", 10), read("b", 20, 21)
-    without = composed(base, [part_of(other, NO_SYSTEM)])
-    assert composed(base, [part_of(other, NO_SYSTEM), part_of(MIXED, Selection(weight=0.0))]) == without
+    without = composed(base, [part_of(other, WHOLE)])
+    assert composed(base, [part_of(other, WHOLE), part_of(MIXED, Selection(weight=0.0))]) == without
     assert composed(base, [part_of(MIXED, Selection(weight=0.0))]) is base
 
 
@@ -267,7 +269,7 @@ def test_a_message_of_which_several_parts_were_composed_is_told_once_when_they_a
     once = composed(read("a", 10), [part_of(MIXED, Selection(spans=((0, 1), (2, 3), (10, 11))))])
     assert contents(once) == ["be brief", "a", "be brief", "so?"]
     for handle in (once, TRIPS["to_dict"](once)):
-        again = composed(read("c", 40), [part_of(handle, ALL, 4)])
+        again = composed(read("c", 40), [part_of(handle, EVERYTHING, 4)])
         assert contents(again)[2:] == contents(handle)[2:]
 
 
@@ -350,7 +352,7 @@ def test_handles_of_several_models_or_tenants_are_refused() -> None:
             with pytest.raises(HandleError, match="different models or tenants"):
                 merge(handles)
         with pytest.raises(HandleError, match="different models or tenants"):
-            behind(read("c", 1), [other], [ALL])
+            behind(read("c", 1), [other], [EVERYTHING])
 
 
 def test_too_many_blocks_are_refused_and_as_many_as_allowed_are_taken() -> None:
@@ -366,10 +368,10 @@ def test_too_many_blocks_are_refused_and_as_many_as_allowed_are_taken() -> None:
 def test_behind_the_same_head_a_handle_is_continued_and_behind_another_one_moved() -> None:
     head = handle_of((*SYSTEM[:1], "other", *SYSTEM[2:]))
     a, b = read("a", 10, 11), read("b", 20)
-    assert behind(head, [a], [NO_SYSTEM]) is a
-    assert behind(head, [a, b], [NO_SYSTEM] * 2) == merge([a, b])
+    assert behind(head, [a], [WHOLE]) is a
+    assert behind(head, [a, b], [WHOLE] * 2) == merge([a, b])
     other = handle_of(("system", "", [7, 8], "be long"))
-    moved = behind(other, [a, b], [NO_SYSTEM] * 2)
+    moved = behind(other, [a, b], [WHOLE] * 2)
     assert moved.token_ids == (7, 8, 10, 11, 20)
     assert contents(moved) == ["be long", "a", "b"]
     with pytest.raises(ConfigError, match="nothing to compose"):
@@ -384,9 +386,9 @@ def test_what_the_first_selection_leaves_out_is_not_lost_where_another_one_takes
         for name, token in said
     )
     head = handle_of(("system", "", [7, 8], "be long"))
-    mixed = behind(head, [left, right], [Selection(answer_only=True), NO_SYSTEM])
+    mixed = behind(head, [left, right], [Selection(answer_only=True), WHOLE])
     assert mixed.token_ids == (7, 8, 60, 10, 11, 70)
-    assert behind(head, [left, right], [NO_SYSTEM] * 2).token_ids == (7, 8, 10, 11, 60, 70)
+    assert behind(head, [left, right], [WHOLE] * 2).token_ids == (7, 8, 10, 11, 60, 70)
 
 
 # -- identity --------------------------------------------------------------------------------------------------------
@@ -397,7 +399,7 @@ def a_composition(
 ) -> KVHandle:
     other = more.get("other", read("b", 20, 21))
     spans = more.get("spans")
-    selection = Selection(weight=weight, layers=layers, spans=spans, kinds=NO_SYSTEM.kinds)
+    selection = Selection(weight=weight, layers=layers, spans=spans)
     return composed(read("a", 10), [part_of(other, selection)], repair)
 
 
@@ -415,7 +417,7 @@ DIFFERENT: dict[str, Callable[[], KVHandle]] = {
     ),
     "same tokens of another handle": lambda: a_composition(other=read("c", 20, 21)),
     "same tokens at another place": lambda: a_composition(other=read("b", 19, 20, 21), spans=((4, 6),)),
-    "merged from the other side": lambda: composed(read("b", 20, 21), [part_of(read("a", 10), NO_SYSTEM)]),
+    "merged from the other side": lambda: composed(read("b", 20, 21), [part_of(read("a", 10), WHOLE)]),
     "thought": lambda: read("a", 10).extend("latent", "n", bytes(8), [], recipe=Thought(2)),
     "thought longer": lambda: read("a", 10).extend("latent", "n", bytes(12), [], recipe=Thought(3)),
     "nested": lambda: composed(read("a", 10), [part_of(a_composition(), Selection(spans=((4, 6),)))]),
@@ -474,12 +476,12 @@ def test_what_is_exact_weighted_and_thought_is_told_of_the_recipe() -> None:
     assert not a_composition(repair=whole, weight=2.0).is_exact
     assert not a_composition(repair=whole, layers=(0, 1)).is_exact
     thought = DIFFERENT["thought"]()
-    assert not composed(read("b", 20), [part_of(thought, NO_SYSTEM)], whole).is_exact
+    assert not composed(read("b", 20), [part_of(thought, WHOLE)], whole).is_exact
     assert composed(read("b", 20), [part_of(thought, Selection(kinds=frozenset({"prompt"})))], whole).is_exact
-    assert composed(a_composition(), [part_of(read("c", 30), NO_SYSTEM)], whole).is_exact is False
-    assert composed(read("c", 30), [part_of(a_composition(), NO_SYSTEM)], whole).is_exact
+    assert composed(a_composition(), [part_of(read("c", 30), WHOLE)], whole).is_exact is False
+    assert composed(read("c", 30), [part_of(a_composition(), WHOLE)], whole).is_exact
     assert [name for name, make in DIFFERENT.items() if make().has_thoughts] == ["thought", "thought longer"]
-    assert composed(read("b", 20), [part_of(thought, NO_SYSTEM)]).has_thoughts
+    assert composed(read("b", 20), [part_of(thought, WHOLE)]).has_thoughts
     assert not composed(read("b", 20), [part_of(thought, Selection(kinds=frozenset({"prompt"})))]).has_thoughts
     assert {name for name, make in DIFFERENT.items() if make().needs_rows} == {
         "repaired",
@@ -668,7 +670,7 @@ def test_an_edited_composition_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("other", [read("b", 20, model="ab" * 16), read("b", 20, tenant="acme")])
 def test_blocks_of_another_model_or_tenant_are_refused_even_with_a_fitting_id(other: KVHandle) -> None:
-    forged = composed(read("a", 10), [part_of(other, NO_SYSTEM)])
+    forged = composed(read("a", 10), [part_of(other, WHOLE)])
     with pytest.raises(HandleError, match="another model or tenant"):
         KVHandle.from_dict(forged.to_dict())
 
