@@ -113,13 +113,13 @@ def part_of(handle: KVHandle, selection: Selection, behind: int = 0) -> Part:
     spans outside of the handle.
     """
     part = _taken(handle, selection, behind)
-    if not part.blocks and selection.weight:
+    if not part.blocks:
         raise ConfigError(f"nothing of {handle!r} is selected by {selection}")
-    return part
+    return part if selection.weight else Part([], [])
 
 
 def _taken(handle: KVHandle, selection: Selection, behind: int) -> Part:
-    """The same, be it nothing."""
+    """The same, be it nothing; what weighs nothing, too."""
     if selection.spans and selection.spans[-1][1] > handle.num_tokens:
         raise ConfigError(f"the span {selection.spans[-1]} is not in a handle of {handle.num_tokens} tokens")
     first = handle.num_tokens - handle.num_sampled if selection.answer_only else behind
@@ -127,14 +127,14 @@ def _taken(handle: KVHandle, selection: Selection, behind: int) -> Part:
         raise ConfigError(f"answer_only: {handle!r} does not end with an answer")
     wanted, messages = list[tuple[int, int]](), list[Message]()
     told: tuple[Message, ...] = ()
-    for span in handle.spans if selection.weight else ():
+    for span in handle.spans:
         pieces = list(_within(span, selection, max(first, behind))) if selection.takes(span) else []
         wanted += pieces
         if pieces and span.messages is not told:  # two parts of one segment, composed before, say the same
             messages += span.messages
             told = span.messages
-    blocks = [Block(handle, begin, end, selection.weight, selection.layers) for begin, end in _joined(wanted)]
-    return Part(blocks, messages)
+    weight = selection.weight or 1.0
+    return Part([Block(handle, begin, end, weight, selection.layers) for begin, end in _joined(wanted)], messages)
 
 
 def _within(span: Span, selection: Selection, first: int) -> Iterator[tuple[int, int]]:

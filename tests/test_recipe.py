@@ -26,7 +26,7 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph_latent import Repair, Selection, merge
 from langgraph_latent.compose import EVERY_KIND, MAX_BLOCKS, WHOLE, Part, behind, composed, part_of, without_contained
 from langgraph_latent.errors import ConfigError, HandleError
-from langgraph_latent.handle import MAX_TOKENS, KVHandle, Segment, pack_tokens
+from langgraph_latent.handle import MAX_DEPTH, MAX_TOKENS, KVHandle, Segment, pack_tokens
 from langgraph_latent.recipe import Block, Composition, Thought
 
 EVERYTHING = Selection(kinds=EVERY_KIND)
@@ -228,7 +228,7 @@ def taken(selection: Selection, handle: KVHandle = MIXED, behind: int = 0) -> li
         (Selection(sources=frozenset({"critic", "thinker"})), [(7, 13)]),
         (Selection(sources=frozenset({"reader"}), kinds=frozenset({"generated"})), [(5, 7)]),
         (Selection(answer_only=True), [(12, 13)]),
-        (Selection(spans=((0, 1), (1, 2), (4, 6), (12, 13))), [(0, 2), (4, 6), (12, 13)]),
+        (Selection(kinds=EVERY_KIND, spans=((0, 1), (1, 2), (4, 6), (12, 13))), [(0, 2), (4, 6), (12, 13)]),
         (Selection(spans=((0, 13),), kinds=frozenset({"prompt"})), [(3, 5), (7, 8), (10, 12)]),
     ],
 )
@@ -245,14 +245,14 @@ def test_what_is_shared_is_not_taken_again() -> None:
 
 
 def test_messages_are_told_whole_where_any_of_their_tokens_is_taken_and_once() -> None:
-    part = part_of(MIXED, Selection(spans=((1, 2), (3, 4), (4, 5), (12, 13))))
+    part = part_of(MIXED, Selection(kinds=EVERY_KIND, spans=((1, 2), (3, 4), (4, 5), (12, 13))))
     assert [message["content"] for message in part.messages] == ["be brief", "the report", "good"]
 
 
 def test_weight_and_layers_go_to_every_block_and_1_is_none() -> None:
     part = part_of(MIXED, Selection(kinds=frozenset({"prompt"}), weight=2.5, layers=(1, 0)))
     assert {(block.weight, block.layers) for block in part.blocks} == {(2.5, (0, 1))}
-    assert part_of(MIXED, Selection(weight=1.0)) == part_of(MIXED, EVERYTHING)
+    assert part_of(MIXED, Selection(weight=1.0)) == part_of(MIXED, WHOLE)
 
 
 def test_weight_0_is_absence_but_a_wrong_selection_is_still_wrong() -> None:
@@ -266,7 +266,7 @@ def test_weight_0_is_absence_but_a_wrong_selection_is_still_wrong() -> None:
 
 
 def test_a_message_of_which_several_parts_were_composed_is_told_once_when_they_are_composed_again() -> None:
-    once = composed(read("a", 10), [part_of(MIXED, Selection(spans=((0, 1), (2, 3), (10, 11))))])
+    once = composed(read("a", 10), [part_of(MIXED, Selection(kinds=EVERY_KIND, spans=((0, 1), (2, 3), (10, 11))))])
     assert contents(once) == ["be brief", "a", "be brief", "so?"]
     for handle in (once, TRIPS["to_dict"](once)):
         again = composed(read("c", 40), [part_of(handle, EVERYTHING, 4)])
@@ -540,7 +540,7 @@ def test_spans_cover_every_token_once_however_deep_it_lies(data: st.DataObject) 
         base, other = data.draw(st.sampled_from(handles)), data.draw(st.sampled_from(handles))
         cuts = sorted(data.draw(st.sets(st.integers(0, other.num_tokens), min_size=2, max_size=6)))
         spans = tuple(zip(cuts[::2], cuts[1::2], strict=False))
-        handles.append(composed(base, [part_of(other, Selection(spans=spans))]))
+        handles.append(composed(base, [part_of(other, Selection(kinds=EVERY_KIND, spans=spans))]))
     for handle in handles:
         at = 0
         for span in handle.spans:
@@ -647,14 +647,19 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "strategy": lambda plain: plain.update(repair=[0.5, "deviation"]),
     "strategy list": lambda plain: plain.update(repair=[0.5, ["boundary"]]),
     "repair text": lambda plain: plain.update(repair="boundary"),
-    "no handles": lambda plain: plain["handles"].clear(),
-    "handles none": lambda plain: plain.update(handles=None),
-    "handle text": lambda plain: plain.update(handles=["kv-1"]),
-    "other handle": lambda plain: plain.update(handles=[read("c", 20, 21).to_dict()]),
-    "other model": lambda plain: plain.update(handles=[read("b", 20, 21, model="ab" * 16).to_dict()]),
-    "other tenant": lambda plain: plain.update(handles=[read("b", 20, 21, tenant="acme").to_dict()]),
-    "edited handle": lambda plain: plain["handles"][0].update(tenant="acme"),
     "nothing": lambda plain: plain.clear(),
+}
+ORIGIN_FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no origins": lambda content: content["origins"].clear(),
+    "origins none": lambda content: content.update(origins=None),
+    "origin text": lambda content: content.update(origins=["kv-1"]),
+    "other origin": lambda content: content.update(
+        origins=rows_of(composed(read("a", 10), [part_of(read("c", 20, 21), WHOLE)]))["origins"]
+    ),
+    "fewer tokens": lambda content: content["origins"][0].__setitem__(1, read("b", 20).to_dict()["tokens"]),
+    "other rows": lambda content: content["origins"][0].__setitem__(2, packed([])),
+    "no rows": lambda content: content.pop("rows"),
+    "rows only": lambda content: content.pop("origins"),
 }
 
 
@@ -663,15 +668,24 @@ def test_an_edited_composition_is_refused(name: str) -> None:
     handle = a_composition(repair=Repair(0.5))
     rows = rows_of(handle)
     assert KVHandle.from_dict(handle.to_dict() | {"segments": packed(rows)}) == handle
-    FORGERIES[name](rows[-1][5])
+    FORGERIES[name](rows["rows"][-1][5])
     with pytest.raises(HandleError):
         KVHandle.from_dict(handle.to_dict() | {"segments": packed(rows)})
+
+
+@pytest.mark.parametrize("name", ORIGIN_FORGERIES)
+def test_an_edited_origin_is_refused(name: str) -> None:
+    handle = a_composition(repair=Repair(0.5))
+    content = rows_of(handle)
+    ORIGIN_FORGERIES[name](content)
+    with pytest.raises(HandleError):
+        KVHandle.from_dict(handle.to_dict() | {"segments": packed(content)})
 
 
 @pytest.mark.parametrize("other", [read("b", 20, model="ab" * 16), read("b", 20, tenant="acme")])
 def test_blocks_of_another_model_or_tenant_are_refused_even_with_a_fitting_id(other: KVHandle) -> None:
     forged = composed(read("a", 10), [part_of(other, WHOLE)])
-    with pytest.raises(HandleError, match="another model or tenant"):
+    with pytest.raises(HandleError, match="does not match its content"):
         KVHandle.from_dict(forged.to_dict())
 
 
@@ -690,20 +704,18 @@ def test_more_or_fewer_latent_steps_are_refused() -> None:
         KVHandle.from_dict(handle.to_dict() | {"segments": packed(rows)})
 
 
-def forged_nest(depth: int) -> dict[str, Any]:
-    """A handle inside a handle inside a handle ..., whose ids fit nothing."""
-    data = read("a", 10).to_dict()
-    for _ in range(depth):
-        plain = {"handles": [data], "blocks": [[0, 3, 4, 1.0, None]], "repair": None}
-        rows = [["moved", "n", 1, [], "", plain]]
-        data = KVHandle.root(MODEL).extend("prompt", "", pack_tokens([10]), []).to_dict() | {"segments": packed(rows)}
-    return data
+def content_of(origins: list[Any]) -> dict[str, Any]:
+    plain = {"blocks": [[0, 3, 4, 1.0, None]], "repair": None}
+    return {"origins": origins, "rows": [["moved", "n", 6, [], "", plain]]}
 
 
-@pytest.mark.parametrize("depth", [10, 100])
-def test_a_forged_nest_is_refused(depth: int) -> None:
-    with pytest.raises(HandleError):
-        KVHandle.from_dict(forged_nest(depth))
+@pytest.mark.parametrize("number", [0, 1, -1])
+def test_an_origin_of_itself_or_of_a_later_one_is_refused(number: int) -> None:
+    plain = {"blocks": [[number, 0, 1, 1.0, None]], "repair": None}
+    tokens, rows = read("b", 20).to_dict()["tokens"], packed([["moved", "n", 4, [], "", plain]])
+    data = a_composition().to_dict() | {"segments": packed(content_of([[0, tokens, rows]] * 2))}
+    with pytest.raises(HandleError, match="can't be read|number below 0"):
+        KVHandle.from_dict(data)
 
 
 def peak_of(data: dict[str, Any]) -> int:
@@ -716,24 +728,39 @@ def peak_of(data: dict[str, Any]) -> int:
         tracemalloc.stop()
 
 
-def test_many_gigantic_inner_handles_take_no_memory() -> None:
+def test_many_gigantic_origins_take_no_memory() -> None:
     bomb = b64encode(zlib.compress(b"\4" + bytes(4 * (MAX_TOKENS - 1)), 9)).decode()  # 16 MB in 16 kB
-    inner = read("b", 20).to_dict() | {"tokens": bomb}
-    plain = {"handles": [inner] * 100, "blocks": [[0, 3, 4, 1.0, None]], "repair": None}
-    data = a_composition().to_dict() | {"segments": packed([["moved", "n", 6, [], "", plain]])}
+    origin = [0, bomb, read("b", 20).to_dict()["segments"]]
+    data = a_composition().to_dict() | {"segments": packed(content_of([origin] * 100))}
     assert peak_of(data) < 150 << 20
 
 
-def test_many_sound_inner_handles_are_refused_before_they_take_memory() -> None:
+def test_many_sound_origins_are_refused_before_they_take_memory() -> None:
     inner = handle_of(("prompt", "b", [7] * (1 << 20), "b")).to_dict()
-    plain = {"handles": [inner] * 100, "blocks": [[0, 3, 4, 1.0, None]], "repair": None}
-    data = a_composition().to_dict() | {"segments": packed([["moved", "n", 6, [], "", plain]])}
+    origin = [0, inner["tokens"], inner["segments"]]
+    data = a_composition().to_dict() | {"segments": packed(content_of([origin] * 100))}
     assert peak_of(data) < 150 << 20
 
 
-def test_an_inner_recipe_that_inflates_to_gigabytes_is_refused() -> None:
+def test_an_origin_that_inflates_to_gigabytes_is_refused() -> None:
     bomb = b64encode(zlib.compress(b"[" + b" " * (200 << 20) + b"]", 9)).decode()
-    inner = read("b", 20).to_dict() | {"segments": bomb}
-    plain = {"handles": [inner], "blocks": [[0, 3, 4, 1.0, None]], "repair": None}
-    data = a_composition().to_dict() | {"segments": packed([["moved", "n", 6, [], "", plain]])}
+    data = a_composition().to_dict() | {"segments": packed(content_of([[0, read("b", 20).to_dict()["tokens"], bomb]]))}
     assert peak_of(data) < 50 << 20
+
+
+def test_a_loop_of_fan_outs_and_merges_grows_by_what_each_round_adds() -> None:
+    merged, sizes = read("a", 10), []
+    for number in range(20):
+        left, right = (merged.extend("prompt", "n", pack_tokens([side + number]), [], 8) for side in (100, 200))
+        merged = merge([left, right])
+        sizes.append(len(merged.to_dict()["segments"]))
+    assert len(merged.origins) == 20
+    assert sizes[-1] - sizes[-2] < 1.5 * (sizes[10] - sizes[9]) + 500
+    assert KVHandle.from_dict(merged.to_dict()) == merged
+
+
+def test_blocks_of_blocks_of_blocks_are_refused_before_they_exhaust_the_stack() -> None:
+    assert nested(MAX_DEPTH).depth == MAX_DEPTH
+    assert KVHandle.from_dict(nested(MAX_DEPTH).to_dict()) == nested(MAX_DEPTH)
+    with pytest.raises(HandleError, match="read what is inherited anew"):
+        nested(MAX_DEPTH + 1)
