@@ -16,6 +16,7 @@ from benchmarks.retention.samples import Cost, Tally, answered
 from benchmarks.retention.ways import (
     MERGED,
     SUMMARY_TOKENS,
+    Scope,
     Sent,
     Way,
     answer_only,
@@ -41,15 +42,16 @@ class Size:
     """How much is measured.
 
     Attributes:
-        docs: documents for the rows of one document; their cases of five, up to `groups`, are those of several.
+        docs: documents for the rows of one document.
         summaries: of them, how many are summarised; as many are enough for rows that are exact.
         questions: per document and row.
+        groups: cases of five for the rows of several documents, as far as the documents give them.
     """
 
     docs: int
     summaries: int
     questions: int = 2
-    groups: int = 40
+    groups: int = 30
 
 
 class Told(NamedTuple):
@@ -70,7 +72,14 @@ class Asked(NamedTuple):
 
 @dataclass
 class Trial:
-    """One model's run. `tallies` are filled row by row."""
+    """One model's run.
+
+    Attributes:
+        tallies: what the rows gave, by name.
+        titles: of the rows, in the order in which they are shown.
+        scores: how important each layer is; None where that is not known.
+        layers: how layers are chosen, in words.
+    """
 
     chat: ChatLatent
     workspace: LatentWorkspace
@@ -85,6 +94,7 @@ class Trial:
         self.titles = titles(num_layers, self.scores)
         self.tallies |= {name: Tally() for name in self.titles}
         self._ways_of_one = ways_of_one(num_layers, self.scores)
+        self.layers = "evenly spread" if self.scores is None else "the most important ones"
         self._none = self.chat.read([_system(RECEIVER)])
         self._none_state = self.workspace.state_of(self._none, self.model)
 
@@ -93,7 +103,8 @@ class Trial:
         drawn = list(cases(self.size.docs))
         documents = [document for case in drawn for document in case.documents][: self.size.docs]
         groups = min(len(drawn), self.size.groups)
-        self.ticker.expect(len(documents) + groups)
+        num_batches = -(-min(self.size.summaries, len(documents)) // MAX_ROWS)
+        self.ticker.expect(len(documents) + groups + num_batches * len(SUMMARY_TOKENS))
         summaries = self._summaries(documents[: self.size.summaries])
         self._warm_up(drawn[0].documents[0])
         for number, case in enumerate(drawn):
@@ -133,7 +144,7 @@ class Trial:
         for num_tokens, summary in (told or {}).items():
             self._summary(num_tokens, unit, summary, asked)
         for name, way in self._ways_of_one.items():
-            if not way.is_check or index < max(1, self.size.summaries):
+            if self._is_within(way.scope, index):
                 self._way(name, way, unit, [sent], asked)
 
     def _several(self, number: int, case: Case, sent: Sequence[Sent]) -> None:
@@ -147,8 +158,12 @@ class Trial:
             texts = "\n".join(document.text for document in case.documents[:count])
             asked = self._full(f"full-{count}", unit, merged, texts, questions)
             for name, way in ways_of_several(count).items():
-                if not way.is_check or number * NUM_DOCUMENTS < max(1, self.size.summaries):
+                if self._is_within(way.scope, number * NUM_DOCUMENTS):
                     self._way(name, way, unit, sent[:count], asked)
+
+    def _is_within(self, scope: Scope, index: int) -> bool:
+        """Whether a row of this scope is measured on a document."""
+        return scope is Scope.ALL or (index % 2 == 0 if scope is Scope.HALF else index < self.size.summaries)
 
     def _full(self, name: str, unit: str, handle: KVHandle, text: str, questions: Sequence[Question]) -> list[Asked]:
         """The row of full text: a handle's own tokens, read anew in one go. What every other row is compared with."""
@@ -207,6 +222,7 @@ class Trial:
             seconds = (time.perf_counter() - begin) / len(documents)
             for index, reply in enumerate(replies, first):
                 found[index][num_tokens] = Told(reply.text, self.workspace.handle(reply), seconds)
+            self.ticker.step()
 
     # -- states and answers ---------------------------------------------------------------------------------------
 

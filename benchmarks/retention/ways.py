@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import NamedTuple
 
 from langgraph_latent import ChatLatent, KVHandle, Repair, Selection
@@ -26,12 +27,20 @@ class Sent(NamedTuple):
     other: KVHandle
 
 
+class Scope(Enum):
+    """How many of the documents a row is measured on."""
+
+    ALL = "all"
+    HALF = "half"
+    FEW = "few"
+
+
 class Way(NamedTuple):
-    """A row whose cache holds the tokens of the full text. `is_check` rows are exact: a few documents are enough."""
+    """A row whose cache holds the tokens of the full text."""
 
     title: str
     make: Callable[[ChatLatent, Sequence[Sent], str], KVHandle]
-    is_check: bool = False
+    scope: Scope = Scope.ALL
 
 
 def layer_scores(chat: ChatLatent) -> Sequence[float] | None:
@@ -77,6 +86,11 @@ def _repairs() -> dict[str, tuple[str, Repair]]:
     }
 
 
+def _scope(repair: Repair) -> Scope:
+    """Repaired in full it is exact by construction, and 15 % is what goals are about."""
+    return Scope.FEW if repair.ratio == 1 else Scope.ALL if repair == Repair(0.15) else Scope.HALF
+
+
 def ways_of_one(num_layers: int, scores: Sequence[float] | None) -> dict[str, Way]:
     """Rows of one document."""
     ways = {
@@ -84,12 +98,11 @@ def ways_of_one(num_layers: int, scores: Sequence[float] | None) -> dict[str, Wa
         "compose": Way("compose: behind another system prompt", _composed()),
     }
     for name, (title, repair) in _repairs().items():
-        ways[f"compose-{name}"] = Way(f"compose, {title}", _composed(repair), repair.ratio == 1)
+        ways[f"compose-{name}"] = Way(f"compose, {title}", _composed(repair), _scope(repair))
     for share in LAYER_SHARES:
         layers = kept_layers(share, num_layers, scores)
-        ways[f"layers-{share:.0%}"] = Way(
-            f"compose, {share * 100:.0f} % of the layers ({len(layers)} of {num_layers})", _composed(layers=layers)
-        )
+        title = f"compose, {share * 100:.0f} % of the layers ({len(layers)} of {num_layers})"
+        ways[f"layers-{share:.0%}"] = Way(title, _composed(layers=layers), Scope.HALF)
     return ways
 
 
@@ -99,7 +112,9 @@ def ways_of_several(num_documents: int) -> dict[str, Way]:
     ways = {name: Way(f"merge of {num_documents}", _merged())}
     if num_documents == REPAIRED:
         for suffix, (title, repair) in _repairs().items():
-            ways[f"{name}-{suffix}"] = Way(f"merge of {num_documents}, {title}", _merged(repair), repair.ratio == 1)
+            ways[f"{name}-{suffix}"] = Way(
+                f"merge of {num_documents}, {title}", _merged(repair), Scope.FEW if repair.ratio == 1 else Scope.ALL
+            )
     return ways
 
 
