@@ -52,7 +52,7 @@ def _panel(panel: Any, outcome: Outcome, cost: str) -> None:
     least = min((x for x, _ in points.values() if x > 0), default=1.0) / 3
     most = max(x for x, _ in points.values()) * 2
     panel.set_xscale("log")
-    panel.set(xlim=(least / 2, most * 40), ylim=(FLOOR - 0.05, 1.08))
+    panel.set(xlim=(least / 2, most * 150), ylim=(FLOOR - 0.05, 1.08))
     panel.grid(alpha=0.3)
     places = _spread([max(FLOOR, kept) for _, kept in points.values()], 1.25 / len(points))
     for (name, (x, kept)), y in zip(points.items(), places, strict=True):
@@ -66,7 +66,7 @@ def _panel(panel: Any, outcome: Outcome, cost: str) -> None:
             color=colour,
             fontsize=8,
             verticalalignment="center",
-            arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.3, "linewidth": 0.6},
+            arrowprops={"arrowstyle": "-", "color": colour, "alpha": 0.3, "linewidth": 0.6, "relpos": (0, 0.5)},
         )
 
 
