@@ -72,8 +72,8 @@ def measure(
     torch.set_num_threads(threads or default_threads())
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
-    with _progress() as progress:
-        bench = _open(model, settings, Ticker(progress))
+    with progress() as bars:
+        bench = _open(model, settings, Ticker(bars))
         facts = report.machine(bench.name, bench.model.spec.dtype, str(bench.model.device))
         if warning := report.busy_warning(facts):
             messages.print(warning)
@@ -120,7 +120,8 @@ def _show(
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def progress() -> Iterator[Progress]:
+    """Progress bars on the standard error, for a `Ticker`."""
     columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=messages) as progress:
-        yield progress
+    with Progress(*columns, console=messages) as bars:
+        yield bars

@@ -1,0 +1,292 @@
+"""Runs the rows on one model: makes each state once, asks its questions by teacher forcing, and notes what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.bench import user
+from benchmarks.harness import Mismatch, Ticker
+from benchmarks.retention.facts import NUM_DOCUMENTS, Case, Document, Question, cases, rotated
+from benchmarks.retention.samples import Cost, Tally, answered
+from benchmarks.retention.ways import (
+    MERGED,
+    SUMMARY_TOKENS,
+    Scope,
+    Sent,
+    Way,
+    answer_only,
+    layer_scores,
+    titles,
+    ways_of_one,
+    ways_of_several,
+)
+from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace, Level
+from langgraph_latent.handle import TOKEN_BYTES, Message, unpack_tokens
+from langgraph_latent.kv.state import KVState
+from langgraph_latent.models.resident import ResidentModel
+from langgraph_latent.models.scheduler import MAX_ROWS
+from langgraph_latent.recipe import Block, Composition
+
+RECEIVER = "You answer questions about what you were told. Answer in one short sentence."
+SENDER = "You work in an archive. Read what comes in and keep its facts for your colleagues."
+SUMMARISE = "Summarise the report. Keep every name, number, date and place."
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+        docs: documents for the rows of one document.
+        summaries: of them, how many are summarised; as many are enough for rows that are exact.
+        questions: per document and row.
+        groups: cases of five for the rows of several documents, as far as the documents give them.
+    """
+
+    docs: int
+    summaries: int
+    questions: int = 2
+    groups: int = 30
+
+
+class Told(NamedTuple):
+    """A summary: its text, the handle of the sender's reply, and its share of the batch's seconds."""
+
+    text: str
+    reply: KVHandle
+    seconds: float
+
+
+class Asked(NamedTuple):
+    """A question, and the log-probabilities with full text and without context, (answer tokens, vocab)."""
+
+    question: Question
+    full: torch.Tensor
+    none: torch.Tensor
+
+
+@dataclass
+class Trial:
+    """One model's run.
+
+    Attributes:
+        tallies: what the rows gave, by name.
+        titles: of the rows, in the order in which they are shown.
+        scores: how important each layer is; None where that is not known.
+        layers: how layers are chosen, in words.
+    """
+
+    chat: ChatLatent
+    workspace: LatentWorkspace
+    size: Size
+    ticker: Ticker
+    tallies: dict[str, Tally] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model: ResidentModel = self.chat.resident()
+        self.scores = layer_scores(self.chat)
+        num_layers = len(self.model.spec.layers)
+        self.titles = titles(num_layers, self.scores)
+        self.tallies |= {name: Tally() for name in self.titles}
+        self._ways_of_one = ways_of_one(num_layers, self.scores)
+        self.layers = "evenly spread" if self.scores is None else "the most important ones"
+        self._none = self.chat.read([_system(RECEIVER)])
+        self._none_state = self.workspace.state_of(self._none, self.model)
+
+    def run(self) -> dict[str, Tally]:
+        """All rows. One case is in memory at a time."""
+        drawn = list(cases(self.size.docs))
+        documents = [document for case in drawn for document in case.documents][: self.size.docs]
+        groups = min(len(drawn), self.size.groups)
+        num_batches = -(-min(self.size.summaries, len(documents)) // MAX_ROWS)
+        self.ticker.expect(len(documents) + groups + num_batches * len(SUMMARY_TOKENS))
+        summaries = self._summaries(documents[: self.size.summaries])
+        self._warm_up(drawn[0].documents[0])
+        for number, case in enumerate(drawn):
+            with self.workspace.scope():
+                begin = number * NUM_DOCUMENTS
+                sent = [self._sent(document) for document in case.documents]
+                for index in range(begin, min(begin + NUM_DOCUMENTS, len(documents))):
+                    self._one(index, documents[index], sent[index - begin], summaries.get(index))
+                    self.ticker.step()
+                if number < groups:
+                    self._several(number, case, sent)
+                    self.ticker.step()
+        return self.tallies
+
+    def _sent(self, document: Document) -> Sent:
+        alike, other = (self.chat.read([_system(words), user(document.text)]) for words in (RECEIVER, SENDER))
+        return Sent(alike, other)
+
+    def _warm_up(self, document: Document) -> None:
+        """Do once what is slower the first time."""
+        with self.workspace.scope():
+            sent = [self._sent(document)]
+            self._reread(sent[0].alike)
+            for way in self._ways_of_one.values():
+                self.workspace.state_of(way.make(self.chat, sent, RECEIVER), self.model)
+
+    # -- rows -----------------------------------------------------------------------------------------------------
+
+    def _one(self, index: int, document: Document, sent: Sent, told: Mapping[int, Told] | None) -> None:
+        """The rows of one document."""
+        unit = f"document {index}"
+        questions = rotated(document.questions, self.size.questions, index)
+        asked = self._full("full", unit, sent.alike, document.text, questions)
+        for each in asked:
+            self._note("none", unit, each, each.none)
+        self.tallies["none"].costs.append(Cost(unit, 0.0, 0.0))
+        for num_tokens, summary in (told or {}).items():
+            self._summary(num_tokens, unit, summary, asked)
+        for name, way in self._ways_of_one.items():
+            if self._is_within(way.scope, index):
+                self._way(name, way, unit, [sent], asked)
+
+    def _several(self, number: int, case: Case, sent: Sequence[Sent]) -> None:
+        """The rows of the first two, three and five documents of a case."""
+        unit = f"case {number}"
+        for count in MERGED:
+            questions = [hop.question for hop in case.hops_within(count)[:2]]
+            for index, document in enumerate(case.documents[:count]):
+                questions += rotated(document.questions, 1, number + index)
+            merged = self.chat.compose([each.alike for each in sent[:count]])
+            texts = "\n".join(document.text for document in case.documents[:count])
+            asked = self._full(f"full-{count}", unit, merged, texts, questions)
+            for name, way in ways_of_several(count).items():
+                if self._is_within(way.scope, number * NUM_DOCUMENTS):
+                    self._way(name, way, unit, sent[:count], asked)
+
+    def _is_within(self, scope: Scope, index: int) -> bool:
+        """Whether a row of this scope is measured on a document."""
+        return scope is Scope.ALL or (index % 2 == 0 if scope is Scope.HALF else index < self.size.summaries)
+
+    def _full(self, name: str, unit: str, handle: KVHandle, text: str, questions: Sequence[Question]) -> list[Asked]:
+        """The row of full text: a handle's own tokens, read anew in one go. What every other row is compared with."""
+        state, seconds = self._reread(handle)
+        asked = []
+        for question in questions:
+            without = self._ask(self._none_state, self._none, question)
+            asked.append(Asked(question, self._ask(state, handle, question), without))
+            self._note(name, unit, asked[-1], asked[-1].full)
+        self.tallies[name].costs.append(Cost(unit, seconds, len(text.encode())))
+        return asked
+
+    def _way(self, name: str, way: Way, unit: str, sent: Sequence[Sent], asked: Sequence[Asked]) -> None:
+        """A row whose cache holds the tokens of the full text."""
+        handle = way.make(self.chat, sent, RECEIVER)
+        self._hand_over(name, unit, handle, handle, asked)
+
+    def _hand_over(
+        self, name: str, unit: str, handle: KVHandle, end: KVHandle, asked: Sequence[Asked], before_s: float = 0.0
+    ) -> None:
+        """A row of a handle, which ends as `end` does; `before_s` is what its sender took to write it."""
+        begin = time.perf_counter()
+        state = self.workspace.state_of(handle, self.model)
+        seconds = time.perf_counter() - begin
+        self._ask_all(name, unit, state, end, asked)
+        self.tallies[name].costs.append(Cost(unit, before_s + seconds, self._handed_bytes(handle)))
+        if handle.num_composed:
+            self.workspace.evict(handle)
+
+    def _summary(self, num_tokens: int, unit: str, told: Told, asked: Sequence[Asked]) -> None:
+        """The sender's summary, as text and as its cache alone."""
+        name, text = f"summary-{num_tokens}", f"Report of a colleague: {told.text}"
+        handle = self.chat.read([_system(RECEIVER), user(text)])
+        state, seconds = self._reread(handle)
+        self._ask_all(name, unit, state, handle, asked)
+        self.tallies[name].costs.append(Cost(unit, told.seconds + seconds, len(told.text.encode())))
+        self.workspace.state_of(told.reply, self.model)  # the sender has it
+        tail = answer_only(self.chat, told.reply, RECEIVER)
+        self._hand_over(f"tail-{num_tokens}", unit, tail, told.reply, asked, told.seconds)
+
+    def _summaries(self, documents: Sequence[Document]) -> dict[int, dict[int, Told]]:
+        """Summaries of documents by index and number of tokens; as many as share a model call are decoded together."""
+        found: dict[int, dict[int, Told]] = {index: {} for index in range(len(documents))}
+        for begin in range(0, len(documents), MAX_ROWS):
+            with self.workspace.scope():
+                self._summarise(begin, documents[begin : begin + MAX_ROWS], found)
+        return found
+
+    def _summarise(self, first: int, documents: Sequence[Document], found: dict[int, dict[int, Told]]) -> None:
+        read = [[_system(SENDER), user(document.text)] for document in documents]
+        for messages in read:
+            self.chat.read(messages)
+        for num_tokens in SUMMARY_TOKENS:
+            begin = time.perf_counter()
+            replies = self.chat.batch([[*messages, user(SUMMARISE)] for messages in read], max_tokens=num_tokens)
+            seconds = (time.perf_counter() - begin) / len(documents)
+            for index, reply in enumerate(replies, first):
+                found[index][num_tokens] = Told(reply.text, self.workspace.handle(reply), seconds)
+            self.ticker.step()
+
+    # -- states and answers ---------------------------------------------------------------------------------------
+
+    def _reread(self, handle: KVHandle) -> tuple[KVState, float]:
+        """A handle's tokens prefilled from the first one, and the seconds it took."""
+        begin = time.perf_counter()
+        with self.model.empty_state().append(handle.num_tokens) as tail:
+            self.model.prefill(unpack_tokens(handle.tokens), tail)
+            state = tail.seal()
+        return state, time.perf_counter() - begin
+
+    def _ask_all(self, name: str, unit: str, state: KVState, handle: KVHandle, asked: Sequence[Asked]) -> None:
+        for each in asked:
+            self._note(name, unit, each, self._ask(state, handle, each.question))
+
+    def _note(self, name: str, unit: str, asked: Asked, logs: torch.Tensor) -> None:
+        question = asked.question
+        answer = self._answer(question)[1]
+        sample = answered(unit, question.kind, question.text, answer, logs, asked.full, asked.none)
+        self.tallies[name].samples.append(sample)
+
+    def _ask(self, state: KVState, handle: KVHandle, question: Question) -> torch.Tensor:
+        """Log-probabilities at each token of the answer, behind those before it, (answer tokens, vocab).
+
+        The question is put as it is behind `handle`, whose end is that of the state.
+        """
+        prompt = self.model.prompts.extend(handle, [user(question.text)], reply=True)
+        if prompt.num_inherited != handle.num_tokens:
+            raise Mismatch(f"the template rewrites what is handed over: {handle!r}, {question.text!r}")
+        lead, answer = self._answer(question)
+        behind = unpack_tokens(prompt.tokens[handle.num_tokens * TOKEN_BYTES :])
+        with state.append() as tail:
+            logits = self.model.logits([*behind, *lead, *answer[:-1]], tail)
+        return logits[-len(answer) :].float().log_softmax(-1)
+
+    def _answer(self, question: Question) -> tuple[list[int], list[int]]:
+        """The tokens of the answer's beginning, which is given, and of the rest, which is asked."""
+        lead, whole = (self.chat.get_token_ids(text) for text in (question.lead, f"{question.lead} {question.answer}"))
+        assert whole[: len(lead)] == lead, "a tokenizer parts words at spaces"
+        return lead, whole[len(lead) :]
+
+    def _handed_bytes(self, handle: KVHandle) -> float:
+        """Bytes of what a receiver takes over: every token in the layers in which it is seen, but its own prompt's."""
+        per_token, num_layers = self.model.spec.bytes_per_token, len(self.model.spec.layers)
+        own = self._none.num_tokens
+        plain = handle.num_plain if handle.num_composed else handle.num_tokens
+        total = float(max(0, plain - own) * per_token)
+        for block in _blocks(handle):
+            seen = num_layers if block.layers is None else len(block.layers)
+            total += block.num_tokens * per_token * seen / num_layers
+        return total
+
+
+def _blocks(handle: KVHandle) -> Iterator[Block]:
+    for segment in handle.segments:
+        if isinstance(segment.recipe, Composition):
+            yield from segment.recipe.blocks
+
+
+def _system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def open_workspace() -> LatentWorkspace:
+    """A workspace on whose edges everything is allowed that is measured here."""
+    allowed = frozenset({Level.EXACT, Level.MOVED, Level.TEXT})
+    return LatentWorkspace(router=EdgeRouter(default=EdgePolicy(allow=allowed)))

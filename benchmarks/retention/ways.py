@@ -1,0 +1,136 @@
+"""The rows: how a receiver comes to know what senders have read. Each is a handle; nothing is computed here."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import NamedTuple
+
+from langgraph_latent import ChatLatent, KVHandle, Repair, Selection
+from langgraph_latent.compose import NO_SYSTEM
+
+RATIOS = (0.05, 0.15, 0.3, 1.0)
+LAYER_SHARES = (0.75, 0.5, 0.25)
+SUMMARY_TOKENS = (64, 256)
+MERGED = (2, 3, 5)
+REPAIRED = 3
+"""Of so many documents, the merge that is also repaired."""
+
+
+class Sent(NamedTuple):
+    """One document as senders hold it: behind the receiver's own system prompt, and behind another one."""
+
+    alike: KVHandle
+    other: KVHandle
+
+
+class Scope(Enum):
+    """How many of the documents a row is measured on."""
+
+    ALL = "all"
+    HALF = "half"
+    FEW = "few"
+
+
+class Way(NamedTuple):
+    """A row whose cache holds the tokens of the full text."""
+
+    title: str
+    make: Callable[[ChatLatent, Sequence[Sent], str], KVHandle]
+    scope: Scope = Scope.ALL
+
+
+def layer_scores(chat: ChatLatent) -> Sequence[float] | None:
+    """How important each layer is, highest first to be kept; None where the library can't tell."""
+    try:
+        module = importlib.import_module("langgraph_latent.importance")
+    except ModuleNotFoundError:
+        return None
+    scores: Sequence[float] = module.layer_importance(chat)
+    return scores
+
+
+def kept_layers(share: float, num_layers: int, scores: Sequence[float] | None) -> tuple[int, ...]:
+    """A share of the layers: the most important ones, or evenly spread ones where no scores are known."""
+    count = max(1, round(share * num_layers))
+    if scores is None:
+        return tuple(math.floor((index + 0.5) * num_layers / count) for index in range(count))
+    return tuple(sorted(sorted(range(num_layers), key=lambda layer: -scores[layer])[:count]))
+
+
+def _composed(repair: Repair | None = None, layers: tuple[int, ...] | None = None) -> Callable[..., KVHandle]:
+    """A document read behind another system prompt, moved behind the receiver's."""
+    select = None if layers is None else replace(NO_SYSTEM, layers=layers)
+
+    def make(chat: ChatLatent, sent: Sequence[Sent], system: str) -> KVHandle:
+        return chat.compose([each.other for each in sent], system=system, select=select, repair=repair)
+
+    return make
+
+
+def _merged(repair: Repair | None = None) -> Callable[..., KVHandle]:
+    """Documents that were read behind the same system prompt."""
+    return lambda chat, sent, system: chat.compose([each.alike for each in sent], repair=repair)
+
+
+def _repairs() -> dict[str, tuple[str, Repair]]:
+    """Name, title and repair of what is repaired."""
+    boundary = {f"{ratio:.0%}": Repair(ratio) for ratio in RATIOS}
+    deviation = {"15%-deviation": Repair(0.15, "deviation")}
+    return {
+        name: (f"{repair.ratio * 100:.0f} % repaired ({repair.strategy})", repair)
+        for name, repair in {**boundary, **deviation}.items()
+    }
+
+
+def _scope(repair: Repair) -> Scope:
+    """Repaired in full it is exact by construction, and 15 % is what goals are about."""
+    return Scope.FEW if repair.ratio == 1 else Scope.ALL if repair == Repair(0.15) else Scope.HALF
+
+
+def ways_of_one(num_layers: int, scores: Sequence[float] | None) -> dict[str, Way]:
+    """Rows of one document."""
+    ways = {
+        "append": Way("append: behind the same system prompt", lambda chat, sent, system: sent[0].alike),
+        "compose": Way("compose: behind another system prompt", _composed()),
+    }
+    for name, (title, repair) in _repairs().items():
+        ways[f"compose-{name}"] = Way(f"compose, {title}", _composed(repair), _scope(repair))
+    for share in LAYER_SHARES:
+        layers = kept_layers(share, num_layers, scores)
+        title = f"compose, {share * 100:.0f} % of the layers ({len(layers)} of {num_layers})"
+        ways[f"layers-{share:.0%}"] = Way(title, _composed(layers=layers), Scope.HALF)
+    return ways
+
+
+def ways_of_several(num_documents: int) -> dict[str, Way]:
+    """Rows of so many documents."""
+    name = f"merge-{num_documents}"
+    ways = {name: Way(f"merge of {num_documents}", _merged())}
+    if num_documents == REPAIRED:
+        for suffix, (title, repair) in _repairs().items():
+            ways[f"{name}-{suffix}"] = Way(
+                f"merge of {num_documents}, {title}", _merged(repair), Scope.FEW if repair.ratio == 1 else Scope.ALL
+            )
+    return ways
+
+
+def answer_only(chat: ChatLatent, reply: KVHandle, system: str) -> KVHandle:
+    """Only what a sender answered, moved behind the receiver's system prompt."""
+    return chat.compose([reply], system=system, select=Selection(answer_only=True))
+
+
+def titles(num_layers: int, scores: Sequence[float] | None) -> dict[str, str]:
+    """All rows in the order in which they are shown."""
+    shown = {"none": "no context"}
+    shown |= {f"summary-{count}": f"text: the sender's summary, {count} tokens" for count in SUMMARY_TOKENS}
+    shown |= {f"tail-{count}": f"cache: only that summary, {count} tokens" for count in SUMMARY_TOKENS}
+    shown["full"] = "text: all of it"
+    shown |= {name: way.title for name, way in ways_of_one(num_layers, scores).items()}
+    for count in MERGED:
+        shown[f"full-{count}"] = f"text: all of {count} documents"
+        shown |= {name: way.title for name, way in ways_of_several(count).items()}
+    return shown
