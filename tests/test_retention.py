@@ -1,4 +1,4 @@
-"""The retention benchmark: its facts can only be known from their documents, its exact rows are exact, its page is whole."""
+"""The retention benchmark: facts that only their documents tell, rows that are exact where they must be, its page."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from benchmarks.retention import __main__ as command
 from benchmarks.retention import plot
 from benchmarks.retention.facts import NUM_DOCUMENTS, Case, case, cases, rotated
 from benchmarks.retention.samples import Sample, Tally, difference, divergence, estimate, ratio
-from benchmarks.retention.ways import kept_layers, layer_scores, titles
-from langgraph_latent import ChatLatent
+from benchmarks.retention.ways import titles
 from tests.test_benchmarks import benchmark
 
 EXACT_ROWS = ("full", "full-2", "full-3", "full-5", "append", "compose-100%", "merge-3-100%")
@@ -42,7 +41,7 @@ def kept(report: dict[str, Any], name: str) -> float:
 
 
 def test_every_row_is_there_with_samples_and_costs(report: dict[str, Any]) -> None:
-    assert list(report["rows"]) == list(titles(3, None))
+    assert list(report["rows"]) == list(titles((0.3, 0.2, 0.1)))
     for row in report["rows"].values():
         assert row["samples"]
         assert row["costs"]
@@ -198,11 +197,3 @@ def test_divergence_is_that_of_torch() -> None:
     expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum") / 4
     assert divergence(p, q) == pytest.approx(expected.item(), rel=1e-5)
     assert divergence(p, p) == 0
-
-
-def test_layers_are_the_most_important_or_evenly_spread(tiny_chat: ChatLatent) -> None:
-    assert kept_layers(0.5, 6, None) == (1, 3, 5)
-    assert kept_layers(0.5, 6, [0.1, 0.9, 0.3, 0.2, 0.8, 0.0]) == (1, 2, 4)
-    assert kept_layers(0.01, 6, None) == (3,)
-    scores = layer_scores(tiny_chat)
-    assert scores is None or len(scores) == 3

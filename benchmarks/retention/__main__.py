@@ -97,7 +97,7 @@ def _measure(name: str, small: Size, large: Size) -> Outcome:
             ticker.begin(str(facts["model"])[:14])
             trial = Trial(chat, workspace, large if is_large else small, ticker)
             trial.run()
-            return Outcome(facts, trial.size, trial.titles, trial.tallies, trial.layers)
+            return Outcome(facts, trial.size, trial.titles, trial.tallies)
     except LatentError as error:
         cli.messages.print(f"error: {error}", highlight=False)
         raise typer.Exit(1) from error

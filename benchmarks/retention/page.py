@@ -33,7 +33,6 @@ class Outcome:
     size: Size
     titles: Mapping[str, str]
     tallies: Mapping[str, Tally]
-    layers: str
 
     @property
     def rows(self) -> dict[str, Tally]:
@@ -161,7 +160,7 @@ def _section(outcome: Outcome) -> str:
             f"## {facts['model']}",
             "",
             f"{machine_line(facts)}; load at the start {facts['load_at_start']}. {size.docs} documents, "
-            f"{size.summaries} of them summarised. Layers: {outcome.layers}.",
+            f"{size.summaries} of them summarised. Layers: the most important ones (`langgraph_latent.importance`).",
             "",
             *_markdown_table(["", "measured", "goal", ""], goal_lines(outcome)),
             "",
@@ -198,7 +197,7 @@ def _model(outcome: Outcome) -> dict[str, Any]:
         for name, tally in outcome.rows.items()
     ]
     size = asdict(outcome.size)
-    return {"machine": dict(outcome.facts), "size": size, "layers": outcome.layers, "goals": goals, "rows": rows}
+    return {"machine": dict(outcome.facts), "size": size, "goals": goals, "rows": rows}
 
 
 _INTRODUCTION = """# What a hand-over keeps

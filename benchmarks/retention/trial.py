@@ -20,13 +20,13 @@ from benchmarks.retention.ways import (
     Sent,
     Way,
     answer_only,
-    layer_scores,
     titles,
     ways_of_one,
     ways_of_several,
 )
 from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace, Level
 from langgraph_latent.handle import TOKEN_BYTES, Message, unpack_tokens
+from langgraph_latent.importance import layer_importance
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.models.resident import ResidentModel
 from langgraph_latent.models.scheduler import MAX_ROWS
@@ -77,8 +77,7 @@ class Trial:
     Attributes:
         tallies: what the rows gave, by name.
         titles: of the rows, in the order in which they are shown.
-        scores: how important each layer is; None where that is not known.
-        layers: how layers are chosen, in words.
+        scores: how important each layer is.
     """
 
     chat: ChatLatent
@@ -89,12 +88,10 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.model: ResidentModel = self.chat.resident()
-        self.scores = layer_scores(self.chat)
-        num_layers = len(self.model.spec.layers)
-        self.titles = titles(num_layers, self.scores)
+        self.scores = layer_importance(self.chat)
+        self.titles = titles(self.scores)
         self.tallies |= {name: Tally() for name in self.titles}
-        self._ways_of_one = ways_of_one(num_layers, self.scores)
-        self.layers = "evenly spread" if self.scores is None else "the most important ones"
+        self._ways_of_one = ways_of_one(self.scores)
         self._none = self.chat.read([_system(RECEIVER)])
         self._none_state = self.workspace.state_of(self._none, self.model)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
 from langgraph_latent import ChatLatent, KVHandle, Repair, Selection
-from langgraph_latent.compose import NO_SYSTEM
+from langgraph_latent.importance import best_layers
 
 RATIOS = (0.05, 0.15, 0.3, 1.0)
 LAYER_SHARES = (0.75, 0.5, 0.25)
@@ -43,27 +40,9 @@ class Way(NamedTuple):
     scope: Scope = Scope.ALL
 
 
-def layer_scores(chat: ChatLatent) -> Sequence[float] | None:
-    """How important each layer is, highest first to be kept; None where the library can't tell."""
-    try:
-        module = importlib.import_module("langgraph_latent.importance")
-    except ModuleNotFoundError:
-        return None
-    scores: Sequence[float] = module.layer_importance(chat)
-    return scores
-
-
-def kept_layers(share: float, num_layers: int, scores: Sequence[float] | None) -> tuple[int, ...]:
-    """A share of the layers: the most important ones, or evenly spread ones where no scores are known."""
-    count = max(1, round(share * num_layers))
-    if scores is None:
-        return tuple(math.floor((index + 0.5) * num_layers / count) for index in range(count))
-    return tuple(sorted(sorted(range(num_layers), key=lambda layer: -scores[layer])[:count]))
-
-
 def _composed(repair: Repair | None = None, layers: tuple[int, ...] | None = None) -> Callable[..., KVHandle]:
     """A document read behind another system prompt, moved behind the receiver's."""
-    select = None if layers is None else replace(NO_SYSTEM, layers=layers)
+    select = None if layers is None else Selection(layers=layers)
 
     def make(chat: ChatLatent, sent: Sequence[Sent], system: str) -> KVHandle:
         return chat.compose([each.other for each in sent], system=system, select=select, repair=repair)
@@ -91,7 +70,7 @@ def _scope(repair: Repair) -> Scope:
     return Scope.FEW if repair.ratio == 1 else Scope.ALL if repair == Repair(0.15) else Scope.HALF
 
 
-def ways_of_one(num_layers: int, scores: Sequence[float] | None) -> dict[str, Way]:
+def ways_of_one(scores: Sequence[float]) -> dict[str, Way]:
     """Rows of one document."""
     ways = {
         "append": Way("append: behind the same system prompt", lambda chat, sent, system: sent[0].alike),
@@ -100,8 +79,8 @@ def ways_of_one(num_layers: int, scores: Sequence[float] | None) -> dict[str, Wa
     for name, (title, repair) in _repairs().items():
         ways[f"compose-{name}"] = Way(f"compose, {title}", _composed(repair), _scope(repair))
     for share in LAYER_SHARES:
-        layers = kept_layers(share, num_layers, scores)
-        title = f"compose, {share * 100:.0f} % of the layers ({len(layers)} of {num_layers})"
+        layers = best_layers(scores, share)
+        title = f"compose, {share * 100:.0f} % of the layers ({len(layers)} of {len(scores)})"
         ways[f"layers-{share:.0%}"] = Way(title, _composed(layers=layers), Scope.HALF)
     return ways
 
@@ -123,13 +102,13 @@ def answer_only(chat: ChatLatent, reply: KVHandle, system: str) -> KVHandle:
     return chat.compose([reply], system=system, select=Selection(answer_only=True))
 
 
-def titles(num_layers: int, scores: Sequence[float] | None) -> dict[str, str]:
+def titles(scores: Sequence[float]) -> dict[str, str]:
     """All rows in the order in which they are shown."""
     shown = {"none": "no context"}
     shown |= {f"summary-{count}": f"text: the sender's summary, {count} tokens" for count in SUMMARY_TOKENS}
     shown |= {f"tail-{count}": f"cache: only that summary, {count} tokens" for count in SUMMARY_TOKENS}
     shown["full"] = "text: all of it"
-    shown |= {name: way.title for name, way in ways_of_one(num_layers, scores).items()}
+    shown |= {name: way.title for name, way in ways_of_one(scores).items()}
     for count in MERGED:
         shown[f"full-{count}"] = f"text: all of {count} documents"
         shown |= {name: way.title for name, way in ways_of_several(count).items()}
