@@ -93,7 +93,7 @@ def test_page_has_goals_rows_and_picture(report: dict[str, Any], folder: Path) -
 
 def test_without_matplotlib_the_page_is_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plot, "is_installed", lambda: False)
-    with pytest.raises(typer.BadParameter, match=r"needs matplotlib.*langgraph-latent\[bench\]"):
+    with pytest.raises(typer.BadParameter, match=r"needs matplotlib.*langgraph-latent\[notebook\]"):
         command._check(None, tmp_path / "page.md")
     command._check(tmp_path / "all.json", None)
 
