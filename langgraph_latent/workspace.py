@@ -161,7 +161,7 @@ class LatentWorkspace:
         self._models[key] = model
         if any(spec.weights == model.spec.weights for spec in self._specs.values()):
             self._twins.add(model.spec.weights)
-        self._specs[model.spec.identity] = model.spec
+        self._specs.setdefault(model.spec.identity, model.spec)
         self._meters.setdefault(model, RateMeter())
         self.emit(
             Loaded(
@@ -364,6 +364,8 @@ class LatentWorkspace:
         if isinstance(receiver, ModelSpec):
             alike = (model for model in self._models.values() if model.spec.identity == receiver.identity)
             return self._situation(handle, receiver, next(alike, None), first, framing)
+        if not callable(getattr(receiver, "resident", None)):
+            raise ConfigError(f"a receiver is a ChatLatent or a ModelSpec, not {type(receiver).__name__}")
         model: ResidentModel = receiver.resident()
         return self._situation(handle, self._known_spec(model), model, first, framing)
 
