@@ -1,4 +1,4 @@
-"""The retention benchmark: its facts can only be known from their documents, its exact rows are exact, its page is whole."""
+"""The retention benchmark: its facts stand in their documents alone, its exact rows are exact, its page is whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from test_benchmarks import benchmark
 
 from benchmarks.retention import __main__ as command
 from benchmarks.retention import plot
@@ -17,7 +18,6 @@ from benchmarks.retention.facts import NUM_DOCUMENTS, Case, case, cases, rotated
 from benchmarks.retention.samples import Sample, Tally, difference, divergence, estimate, ratio
 from benchmarks.retention.ways import kept_layers, layer_scores, titles
 from langgraph_latent import ChatLatent
-from tests.test_benchmarks import benchmark
 
 EXACT_ROWS = ("full", "full-2", "full-3", "full-5", "append", "compose-100%", "merge-3-100%")
 
@@ -86,7 +86,7 @@ def test_page_has_goals_rows_and_picture(report: dict[str, Any], folder: Path) -
     for goal in report["goals"]:
         assert f"| {goal['title']} | {goal['measured']} | {goal['goal']} | {goal['verdict']} |" in page
     assert all(f"| {row['title']} |" in page for row in report["rows"].values())
-    assert "Measured by `python -m benchmarks.retention --models" in page
+    assert "Measured by `python -m benchmarks.retention --threads 1 --models llama" in page
     assert str(folder) not in page
     assert (folder / "page.png").read_bytes().startswith(b"\x89PNG")
     assert "append keeps" in report["shown"]
