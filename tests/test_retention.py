@@ -1,4 +1,4 @@
-"""The retention benchmark: facts that only their documents tell, rows that are exact where they must be, its page."""
+"""The retention benchmark: its facts stand in their documents alone, its exact rows are exact, its page is whole."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import typer
+from test_benchmarks import benchmark
 
 from benchmarks.retention import __main__ as command
 from benchmarks.retention import plot
 from benchmarks.retention.facts import NUM_DOCUMENTS, Case, case, cases, rotated
 from benchmarks.retention.samples import Sample, Tally, difference, divergence, estimate, ratio
 from benchmarks.retention.ways import titles
-from tests.test_benchmarks import benchmark
 
 EXACT_ROWS = ("full", "full-2", "full-3", "full-5", "append", "compose-100%", "merge-3-100%")
 
@@ -85,7 +85,7 @@ def test_page_has_goals_rows_and_picture(report: dict[str, Any], folder: Path) -
     for goal in report["goals"]:
         assert f"| {goal['title']} | {goal['measured']} | {goal['goal']} | {goal['verdict']} |" in page
     assert all(f"| {row['title']} |" in page for row in report["rows"].values())
-    assert "Measured by `python -m benchmarks.retention --threads 1 --models" in page
+    assert "Measured by `python -m benchmarks.retention --threads 1 --models llama" in page
     assert str(folder) not in page
     assert (folder / "page.png").read_bytes().startswith(b"\x89PNG")
     assert "append keeps" in report["shown"]
@@ -93,7 +93,7 @@ def test_page_has_goals_rows_and_picture(report: dict[str, Any], folder: Path) -
 
 def test_without_matplotlib_the_page_is_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plot, "is_installed", lambda: False)
-    with pytest.raises(typer.BadParameter, match=r"needs matplotlib.*langgraph-latent\[notebook\]"):
+    with pytest.raises(typer.BadParameter, match=r"needs matplotlib.*langgraph-latent\[bench\]"):
         command._check(None, tmp_path / "page.md")
     command._check(tmp_path / "all.json", None)
 

@@ -74,7 +74,7 @@ def _check(json_file: Path | None, page_file: Path | None) -> None:
     if page_file and not plot.is_installed():
         raise typer.BadParameter(
             "the plot needs matplotlib, which is not installed. Leave --page out, or install it into this environment: "
-            "python -m pip install 'langgraph-latent[notebook]'",
+            "python -m pip install 'langgraph-latent[bench]'",
             param_hint="--page",
         )
 
