@@ -13,7 +13,7 @@ import torch
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import START, StateGraph
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor
 from typing_extensions import TypedDict
 
 from langgraph_latent import (
@@ -750,3 +750,30 @@ def test_a_node_takes_what_it_selects(chat: ChatLatent, ws: LatentWorkspace) -> 
 def test_a_node_thinks(chat: ChatLatent, ws: LatentWorkspace, tmp_path: Path) -> None:
     update = LatentNode(chat, prompt=NOTES["a"], mode="think", steps=2).invoke({})
     assert [(span.kind, span.end - span.begin) for span in update["latent"].spans][-1] == ("latent", 2)
+
+
+class EndsAt(LogitsProcessor):
+    """Lets an answer end by itself as its token of this number."""
+
+    def __init__(self, end: int, prompt: int, number: int) -> None:
+        self._end, self._length = end, prompt + number
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        allowed = torch.full_like(scores, -torch.inf)
+        allowed[:, self._end] = 0
+        return allowed if input_ids.shape[1] >= self._length else scores  # type: ignore[return-value]
+
+
+def test_an_answer_alone_is_composed_whether_it_was_cut_or_ended_by_itself(
+    chat: ChatLatent, ws: LatentWorkspace
+) -> None:
+    question = [HumanMessage(QUESTION)]
+    end, num_asked = chat.tokenizer.convert_tokens_to_ids("<|im_end|>"), chat.get_num_tokens_from_messages(question)
+    ends = EndsAt(end, num_asked + 6, 3)
+    for options, reason in (({"max_tokens": 5}, "length"), ({"logits_processor": [ends], "max_tokens": 20}, "stop")):
+        reply = chat.invoke(question, **options)
+        assert reply.response_metadata["finish_reason"] == reason
+        alone = chat.compose([reply], system="You write.", select=Selection(answer_only=True))
+        answer = chat.invoke("and then?", inherit=alone, max_tokens=4)
+        assert answer.response_metadata["kv_route"]["code"] == "composed"
+        assert ws.handle(answer).tokens.startswith(alone.tokens)

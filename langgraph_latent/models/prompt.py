@@ -55,7 +55,7 @@ class PromptWriter:
         digest = framing.digest
         is_alike = all(segment.framing == digest for segment in handle.segments)
         rest = self._behind(handle, inherited, text, framing) if is_alike else None
-        if rest is not None and self._is_cut(rest):
+        if rest is not None and (self._is_cut(rest) or handle.lineage):  # what was composed has no other tokens
             return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
         tokens = pack_tokens(self._encode(text))
         common = common_tokens(tokens, handle.tokens)
