@@ -336,6 +336,11 @@ class KVHandle:
         """Everything the tokens say, as plain chat messages; copies, which may be changed."""
         return tuple(_copied(message)[0] for segment in self.segments for message in segment.messages)
 
+    @property
+    def num_messages(self) -> int:
+        """How many messages it tells."""
+        return sum(len(segment.messages) for segment in self.segments)
+
     @cached_property
     def largest_token(self) -> int:
         """The largest token id, also of the handles that its blocks come from; -1 where there is none."""

@@ -84,7 +84,7 @@ class Turn:
     def _with_prompt(self, base: KVHandle) -> KVHandle:
         """A handle of the whole prompt, of which the base has the first tokens and messages."""
         delivery = self._delivery
-        num_told = len(base.messages) - len(delivery.base.messages)
+        num_told = base.num_messages - delivery.base.num_messages
         if base.tokens == delivery.tokens and num_told == len(delivery.messages):
             return base
         return self._with(base, "prompt", delivery.tokens[len(base.tokens) :], delivery.messages[num_told:])

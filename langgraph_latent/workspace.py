@@ -261,7 +261,7 @@ class LatentWorkspace:
             plan.prompt.tokens,
             state,
             base=plan.lead,
-            messages=plan.told[_num_messages(plan.lead) :],
+            messages=plan.told[plan.lead.num_messages :],
             decision=replace(decision, estimated=estimated, actual=moved),
             may_fall_back=plan.may_fall_back,
         )
@@ -291,7 +291,7 @@ class LatentWorkspace:
     def _with_prompt(self, receiver: ResidentModel, request: Request, plan: Plan) -> Plan:
         """A plan with its prompt written, which is told and checked here."""
         told, framing = plan.told, request.framing
-        prompt = receiver.prompts.extend(plan.lead, told[_num_messages(plan.lead) :], framing, reply=request.reply)
+        prompt = receiver.prompts.extend(plan.lead, told[plan.lead.num_messages :], framing, reply=request.reply)
         if changes := receiver.prompts.template.adapt(told, framing.tools).changes:
             self.emit(Reworded(origin=request.origin, model=plan.root.model, changes=changes))
         plan = plan._replace(prompt=prompt)
@@ -772,10 +772,6 @@ class LatentWorkspace:
 
 def _thread_owner(thread_id: str) -> str:
     return f"thread:{thread_id}"
-
-
-def _num_messages(handle: KVHandle) -> int:
-    return sum(len(segment.messages) for segment in handle.segments)
 
 
 def _num_text_tokens(handle: KVHandle, receiver: ResidentModel, framing: Framing) -> int | None:
