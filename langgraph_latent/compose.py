@@ -118,6 +118,11 @@ def part_of(handle: KVHandle, selection: Selection, behind: int = 0) -> Part:
     return part if selection.weight else Part([], [])
 
 
+def _rest(handle: KVHandle, selection: Selection, behind: int) -> Part:
+    """What a selection takes from `behind` on, be it nothing; the selection itself must take something."""
+    return _taken(handle, selection, behind) if part_of(handle, selection).blocks else Part([], [])
+
+
 def _taken(handle: KVHandle, selection: Selection, behind: int) -> Part:
     """The same, be it nothing; what weighs nothing, too."""
     if selection.spans and selection.spans[-1][1] > handle.num_tokens:
@@ -185,12 +190,11 @@ def behind(
     num_shared = _shared_tokens(handles) if len(handles) > 1 else 0
     pairs = [*zip(handles, selections, strict=True)]
     if selections[0] == WHOLE and _begins_with(handles[0], head):
-        parts = [part_of(handle, selection, num_shared) for handle, selection in pairs[1:]]
-        return composed(handles[0], parts, repair)
+        return composed(handles[0], [_rest(*pair, num_shared) for pair in pairs[1:]], repair)
     (first, taken), *others = pairs
     # What the first selection leaves out of what is shared is not taken yet where another one takes it.
     begins = [num_shared if selection == taken or taken == WHOLE else 0 for _, selection in others]
-    later = [part_of(*pair, begin) for pair, begin in zip(others, begins, strict=True)]
+    later = [_rest(*pair, begin) for pair, begin in zip(others, begins, strict=True)]
     return composed(head, [part_of(first, taken), *later], repair)
 
 

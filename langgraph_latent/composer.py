@@ -5,7 +5,7 @@ It knows recipes, states and one model; not where states are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,10 @@ from langgraph_latent.kv.compose import Piece, append_moved
 from langgraph_latent.kv.repair import EARLY_LAYER, first_of_blocks, most_deviating
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.models.resident import ResidentModel
-from langgraph_latent.recipe import Block, Composition, Repair, Thought
+from langgraph_latent.recipe import Block, Composition, Thought
 
-Origins = Callable[[KVHandle], KVState]
-"""The state of a handle that blocks come from."""
+Origins = Mapping[str, KVState]
+"""The states of the handles that blocks come from, by id."""
 
 
 class Made(NamedTuple):
@@ -57,7 +57,7 @@ def _pieces(blocks: Sequence[Block], origins: Origins) -> list[Piece]:
         if last is not None and block.handle.id == last.id and block.begin > int(pieces[-1].positions[-1]):
             pieces[-1] = pieces[-1]._replace(positions=torch.cat([pieces[-1].positions, positions]))
         else:
-            pieces.append(Piece(origins(block.handle), positions))
+            pieces.append(Piece(origins[block.handle.id], positions))
         last = block.handle
     return pieces
 
@@ -65,22 +65,19 @@ def _pieces(blocks: Sequence[Block], origins: Origins) -> list[Piece]:
 def _chosen(recipe: Composition, ids: Sequence[int], start: KVState, moved: KVState, model: ResidentModel) -> list[int]:
     """Indices of the tokens that are computed anew; latent steps, which have no token ids, never are."""
     assert recipe.repair is not None
-    chosen = _wanted(recipe.repair, recipe.blocks, ids, start, moved, model)
-    latent = set(_latent(recipe.blocks)) if recipe.has_thoughts else ()
-    return [index for index in chosen if index not in latent]
-
-
-def _wanted(
-    repair: Repair, blocks: Sequence[Block], ids: Sequence[int], start: KVState, moved: KVState, model: ResidentModel
-) -> list[int]:
+    latent = set(_latent(recipe.blocks))
+    usable = [index for index in range(len(ids)) if index not in latent]
+    repair = recipe.repair
     if repair.ratio == 1:
-        return list(range(len(ids)))
+        return usable
     if repair.strategy == "boundary":
-        return [int(index) for index in first_of_blocks([block.num_tokens for block in blocks], repair.ratio)]
-    layer = [index for index, kind in enumerate(model.kinds) if kind.has_tokens][EARLY_LAYER]
+        first = first_of_blocks([block.num_tokens for block in recipe.blocks], repair.ratio)
+        return sorted(set(first.tolist()).difference(latent))
+    layer = [index for index, kind in enumerate(model.kinds) if kind.has_tokens][: EARLY_LAYER + 1][-1]
     after = model.early_values(ids, start, layer)
     _, before = moved.buffer.layers[layer].view(start.num_tokens, moved.num_tokens)
-    return [int(index) for index in most_deviating(before, after, repair.ratio)]
+    chosen = most_deviating(before[:, :, usable], after[:, :, usable], repair.ratio)
+    return [usable[index] for index in chosen.tolist()]
 
 
 def _latent(blocks: Sequence[Block]) -> list[int]:

@@ -17,6 +17,9 @@ from langgraph_latent.models.prompt import Prompt
 from langgraph_latent.models.template import Framing
 from langgraph_latent.router import EdgePolicy, Route, RouteDecision
 
+EMPTY_ANSWER: Message = {"role": "assistant", "content": ""}
+"""Stands for latent steps, which have no text."""
+
 
 class Request(NamedTuple):
     """What a chat model asks for: new messages behind inherited handles, in a framing; with `reply`, up to where an
@@ -87,19 +90,21 @@ class Delivery(NamedTuple):
         return self.tokens[self.state.num_tokens * TOKEN_BYTES : len(self.tokens) - num_left * TOKEN_BYTES]
 
 
-def told_by(handles: Sequence[KVHandle]) -> tuple[Message, ...]:
-    """The messages of several handles in order; what a later one shares with the first from the start is told once."""
-    told: list[Message] = list(handles[0].messages) if handles else []
-    for handle in handles[1:]:
-        pairs = zip(handle.messages, handles[0].messages, strict=False)
+def told_by(conversations: Sequence[Sequence[Message]]) -> tuple[Message, ...]:
+    """Several conversations in order; what a later one shares with the first from the start is told once."""
+    told: list[Message] = list(conversations[0]) if conversations else []
+    for messages in conversations[1:]:
+        pairs = zip(messages, conversations[0], strict=False)
         shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        told += handle.messages[shared:]
+        told += messages[shared:]
     return tuple(told)
 
 
-def without_thoughts(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages without those that stand for latent steps: these say nothing as text."""
-    return tuple(each for each in messages if each["role"] != "assistant" or each["content"] or each.get("tool_calls"))
+def sayable(handle: KVHandle) -> tuple[Message, ...]:
+    """A handle's messages without those that stand for latent steps: these say nothing as text."""
+    if not handle.has_thoughts:
+        return handle.messages
+    return tuple(message for message in handle.messages if message != EMPTY_ANSWER)
 
 
 def unrouted(cache_read: int) -> RouteDecision:

@@ -115,7 +115,7 @@ def _check_recipe(kind: str, tokens: bytes, recipe: Recipe | None) -> None:
         fits = recipe is None
     if not fits:
         raise HandleError(f"a segment of kind {kind!r} does not fit its recipe")
-    if max((handle.depth for handle in _handles_in(recipe)), default=0) >= MAX_DEPTH:
+    if max((handle.depth for handle in handles_in(recipe)), default=0) >= MAX_DEPTH:
         raise HandleError(f"blocks were taken of blocks {MAX_DEPTH} times; read what is inherited anew")
 
 
@@ -201,6 +201,9 @@ class KVHandle:
         recipe: Recipe | None = None,
     ) -> KVHandle:
         """The handle of this recipe with one more segment of packed `tokens`; O(new tokens) but for one copy."""
+        for handle in handles_in(recipe):
+            if (handle.model, handle.tenant) != (self.model, self.tenant):
+                raise HandleError(f"handle {handle.id} is of another model or tenant; its blocks can't be put here")
         segment = Segment.of(kind, source, tokens, messages, framing, recipe)
         all_tokens = self.tokens + tokens
         nbytes = len(all_tokens) // TOKEN_BYTES * bytes_per_token
@@ -229,7 +232,7 @@ class KVHandle:
     @property
     def ends_open(self) -> bool:
         """Whether it ends in an assistant's turn that is still to be closed: a sampled answer, or latent steps."""
-        return bool(self.num_sampled) or (bool(self.segments) and self.segments[-1].kind == "latent")
+        return bool(self.num_sampled) or (bool(self.spans) and self.spans[-1].kind == "latent")
 
     @cached_property
     def num_composed(self) -> int:
@@ -264,14 +267,25 @@ class KVHandle:
         """The handles that its blocks come from, and those that theirs come from: each once, inner ones first."""
         found: dict[str, KVHandle] = {}
         for segment in self.segments:
-            for handle in _handles_in(segment.recipe):
+            for handle in handles_in(segment.recipe):
                 found |= {inner.id: inner for inner in handle.origins} | {handle.id: handle}
         return tuple(found.values())
 
     @cached_property
+    def parts(self) -> tuple[KVHandle, ...]:
+        """The handles it was put together from: its origins, and what blocks were put behind, system prompts apart."""
+        leads = [
+            handle.first(number)
+            for handle in (*self.origins, self)
+            for number, segment in enumerate(handle.segments)
+            if isinstance(segment.recipe, Composition)
+        ]
+        return (*self.origins, *(lead for lead in leads if lead.segments and lead.segments[-1].kind != "system"))
+
+    @cached_property
     def depth(self) -> int:
         """How often blocks were taken of what had blocks: 0 for a plain handle."""
-        own = [1 + handle.depth for segment in self.segments for handle in _handles_in(segment.recipe)]
+        own = [1 + handle.depth for segment in self.segments for handle in handles_in(segment.recipe)]
         return max(own, default=0)
 
     @property
@@ -283,12 +297,12 @@ class KVHandle:
     @property
     def has_thoughts(self) -> bool:
         """Whether there are latent steps in it."""
-        return self.num_steps > 0
+        return bool(self.steps)
 
     @property
-    def num_steps(self) -> int:
-        """Its most latent steps in a row, 0 for none."""
-        return max((span.end - span.begin for span in self.spans if span.kind == "latent"), default=0)
+    def steps(self) -> frozenset[int]:
+        """How many latent steps it has in a row, each number of them."""
+        return frozenset(span.end - span.begin for span in self.spans if span.kind == "latent")
 
     def first(self, num_segments: int) -> KVHandle:
         """The handle of the first segments alone."""
@@ -356,7 +370,7 @@ class KVHandle:
             for segment in self.segments:
                 end = position + segment.num_tokens * TOKEN_BYTES
                 tokens = self.tokens[position:end]
-                for handle in _handles_in(segment.recipe):
+                for handle in handles_in(segment.recipe):
                     handle.verify()
                     if (handle.model, handle.tenant) != (self.model, self.tenant):
                         raise HandleError(f"handle {self.id!r} has blocks of another model or tenant")
@@ -447,7 +461,7 @@ def _row(segment: Segment, numbers: Mapping[str, int]) -> list[Any]:
     return [*row, segment.framing] if segment.framing else row
 
 
-def _handles_in(recipe: Recipe | None) -> list[KVHandle]:
+def handles_in(recipe: Recipe | None) -> list[KVHandle]:
     """The handles that a recipe takes blocks from, each once."""
     blocks = recipe.blocks if isinstance(recipe, Composition) else ()
     return list({block.handle.id: block.handle for block in blocks}.values())

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from langgraph_latent.chat_model import THINK_STEPS, ChatLatent
-from langgraph_latent.delivery import without_thoughts
+from langgraph_latent.delivery import sayable
 from langgraph_latent.errors import ConfigError, ModelMismatchError, PromptError, TemplateError, UnsupportedLayerError
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message, unpack_tokens
 from langgraph_latent.kv.state import KVState
@@ -245,7 +245,7 @@ class Receiver:
     def full_text(self, handle: KVHandle, asked: Sequence[Message]) -> bytes:
         """The packed tokens that say in order what a handle and a question say."""
         if handle.has_thoughts:
-            return self.write([*without_thoughts(handle.messages), *asked])
+            return self.write([*sayable(handle), *asked])
         return self._model.prompts.extend(handle, asked, self._framing, reply=True).tokens
 
     def afresh(self, tokens: bytes) -> Start:

@@ -347,16 +347,20 @@ class EdgeRouter:
         return self.default if edge is None else self.policies[edge]
 
     def policy_for(self, handle: KVHandle, node: str) -> EdgePolicy:
-        """The policy of a handle's edge; it allows nothing that the edge of one of its blocks forbids."""
+        """The policy of a handle's edge; it allows nothing that the edge of one of its parts forbids."""
         policy = self.policy(handle.source, node)
-        for origin in handle.origins:
-            other = self.policy(origin.source, node)
+        for part in handle.parts:
+            other = self.policy(part.source, node)
             policy = replace(
                 policy,
                 allow=policy.allow & other.levels,
                 route=Route.TEXT if other.route is Route.TEXT else policy.route,
                 judge=policy.judge or other.judge,
-                thoughts=policy.thoughts and (other.thoughts or not origin.has_thoughts),
+                on_failure="raise" if "raise" in (policy.on_failure, other.on_failure) else "fall_back",
+                max_context_tokens=min(
+                    filter(None, (policy.max_context_tokens, other.max_context_tokens)), default=None
+                ),
+                thoughts=policy.thoughts and (other.thoughts or not part.has_thoughts),
             )
         return policy
 

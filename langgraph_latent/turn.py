@@ -16,7 +16,7 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.logits_process import LogitsProcessor
 
-from langgraph_latent.delivery import Delivery
+from langgraph_latent.delivery import EMPTY_ANSWER, Delivery
 from langgraph_latent.errors import RequestCancelledError
 from langgraph_latent.events import Decoded, FellBack, Prefilled
 from langgraph_latent.handle import TOKEN_BYTES, KVHandle, Message, pack_tokens, unpack_tokens
@@ -31,9 +31,6 @@ from langgraph_latent.rates import Cost
 from langgraph_latent.recipe import Recipe, Thought
 from langgraph_latent.router import Route, RouteDecision
 from langgraph_latent.workspace import LatentWorkspace, Request
-
-EMPTY_ANSWER: Message = {"role": "assistant", "content": ""}
-"""Stands for latent steps, which have no text."""
 
 
 class Turn:
@@ -97,10 +94,11 @@ class Turn:
 
     def think(self, steps: int) -> KVHandle:
         """Prefill the prompt, which ends where an answer begins, and take latent steps there; the handle of it all."""
+        self._model.check_length(self.num_prompt_tokens + steps)
         recipe = Thought(steps)
-        with self._prefilled(num_left=1) as (tail, _, _):
+        with self._prefilled(num_left=1) as (tail, _, lane):
             (last,) = unpack_tokens(self._delivery.tokens[-TOKEN_BYTES:])
-            self._model.think(last, steps, tail)
+            self._model.think(last, steps, tail, lane.check)
             self.handle = self._with(self.handle, "latent", bytes(steps * TOKEN_BYTES), [EMPTY_ANSWER], recipe)
             self._workspace.keep(self.handle, tail.seal(), self._origin)
         return self.handle

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from langgraph_latent.compat import Compatibility, Level, compare
 from langgraph_latent.compose import merge, repaired, without_contained
 from langgraph_latent.composer import Made, biases_of, compose, think
-from langgraph_latent.delivery import Delivery, Plan, Request, told_by, unrouted, without_thoughts
+from langgraph_latent.delivery import Delivery, Plan, Request, sayable, told_by, unrouted
 from langgraph_latent.errors import (
     CacheBudgetError,
     ClosedError,
@@ -52,7 +52,7 @@ from langgraph_latent.events import (
     Reworded,
     Routed,
 )
-from langgraph_latent.handle import TOKEN_BYTES, KVHandle, unpack_tokens
+from langgraph_latent.handle import TOKEN_BYTES, KVHandle, handles_in, unpack_tokens
 from langgraph_latent.kv import codec
 from langgraph_latent.kv.buffer import capacity_for
 from langgraph_latent.kv.state import KVState
@@ -133,6 +133,7 @@ class LatentWorkspace:
         self._meters: weakref.WeakKeyDictionary[ResidentModel, RateMeter] = weakref.WeakKeyDictionary()
         self._recipes = RecipeBook()
         self._lock = threading.RLock()
+        self._composing = threading.RLock()
         self._closed = False
         self.router.attach(self)
 
@@ -279,14 +280,14 @@ class LatentWorkspace:
         is_cache = bool(edges) and edges[0].route is Route.CACHE
         lead = handles[0] if is_cache else root
         receiver.check_vocabulary(lead)
-        inherited = told_by(handles) if is_cache else without_thoughts(told_by(handles))
+        inherited = told_by([handle.messages if is_cache else sayable(handle) for handle in handles])
         plan = self._with_prompt(receiver, request, Plan(edges, policies, lead, (*inherited, *request.messages), root))
-        if plan.prompt.num_inherited >= lead.num_composed:
+        if not lead.lineage or plan.prompt.num_inherited == lead.num_tokens:
             return plan
-        # no part of a composition can be used alone
-        kept, inherited_tokens = plan.prompt.num_inherited, lead.num_tokens
-        self._emit(Diverged, request, lead, num_tokens=kept, num_inherited=inherited_tokens)
-        return plan.diverged(0)
+        # what was composed can't be a part of what is plain
+        num_kept, num_inherited = plan.prompt.num_inherited, lead.num_tokens
+        self._emit(Diverged, request, lead, num_tokens=num_kept, num_inherited=num_inherited)
+        return self._told_anew(receiver, request, plan)._replace(edges=plan.diverged(0).edges)
 
     def _with_prompt(self, receiver: ResidentModel, request: Request, plan: Plan) -> Plan:
         """A plan with its prompt written, which is told and checked here."""
@@ -312,15 +313,18 @@ class LatentWorkspace:
         edges = [edge.failed(error) for edge in plan.edges[:1]] + plan.edges[1:]
         if not plan.lead.lineage:
             return plan._replace(edges=edges, lead=plan.root)
-        return self._with_prompt(
-            receiver, request, plan._replace(edges=edges, lead=plan.root, told=without_thoughts(plan.told))
-        )
+        return self._told_anew(receiver, request, plan)._replace(edges=edges)
+
+    def _told_anew(self, receiver: ResidentModel, request: Request, plan: Plan) -> Plan:
+        """The plan with all that its lead says told as text."""
+        told = (*sayable(plan.lead), *plan.told[plan.lead.num_messages :])
+        return self._with_prompt(receiver, request, plan._replace(lead=plan.root, told=told))
 
     def deliver_as_text(self, receiver: ResidentModel, request: Request, delivery: Delivery) -> Delivery:
         """What a receiver starts from after a delivered cache failed in use: everything is re-read."""
         if not delivery.base.lineage:
             return delivery._replace(state=receiver.empty_state())
-        told = without_thoughts((*delivery.base.messages, *delivery.messages))
+        told = (*sayable(delivery.base), *delivery.messages)
         return self.deliver(receiver, request._replace(messages=told, handles=(), reuse=False))
 
     def _joined(self, handles: list[KVHandle], spec: ModelSpec, node: str) -> list[KVHandle]:
@@ -469,10 +473,15 @@ class LatentWorkspace:
         self, handle: KVHandle, tokens: bytes, limit: int, receiver: ResidentModel, origin: Origin
     ) -> KVState | None:
         """The state that covers most of packed `tokens`, which continue a handle; what is composed in it is made."""
+        num_composed = min(handle.num_composed, limit)
         found = self._find(handle, tokens, limit)
-        if not handle.num_composed or (found and found.num_tokens >= min(handle.num_composed, limit)):
+        if (found and found.num_tokens >= num_composed) or not num_composed:
             return found
-        made = self._make(handle, receiver, origin)
+        with self._composing:  # branches that need the same cache make it once
+            found = self._find(handle, tokens, limit)
+            if found and found.num_tokens >= num_composed:
+                return found
+            made = self._make(handle, receiver, origin)
         return made.crop(limit) if limit < made.num_tokens else made
 
     def _make(self, handle: KVHandle, receiver: ResidentModel, origin: Origin) -> KVState:
@@ -510,7 +519,8 @@ class LatentWorkspace:
         assert isinstance(segment.recipe, Composition)
         start = self._state(before, before.num_tokens, receiver, origin)
         ids = unpack_tokens(handle.tokens[before.num_tokens * TOKEN_BYTES :])
-        return compose(segment.recipe, ids, start, receiver, lambda each: self._whole(each, receiver, origin))
+        wholes = {handle.id: self._whole(handle, receiver, origin) for handle in handles_in(segment.recipe)}
+        return compose(segment.recipe, ids, start, receiver, wholes)
 
     def _whole(self, handle: KVHandle, receiver: ResidentModel, origin: Origin) -> KVState:
         """The state of a handle with every token in every layer, as moving needs it: one that was ingested may lack
@@ -659,7 +669,8 @@ class LatentWorkspace:
         rates = self.rates(receiver) if receiver else Rates()
         facts = facts_of(handle, spec)
         if facts.has_thoughts and not facts.thought_refusal:
-            facts = facts._replace(thought_refusal=parity_refusal(spec.identity, handle.num_steps))
+            refusals = (parity_refusal(spec.identity, steps) for steps in sorted(handle.steps))
+            facts = facts._replace(thought_refusal=next(filter(None, refusals), ""))
         facts = facts._replace(
             cached_tokens=num_cached,
             move_bytes=nbytes,
@@ -683,8 +694,7 @@ class LatentWorkspace:
 
     def _num_at_hand(self, handle: KVHandle) -> int:
         """How many of a handle's tokens would not be computed if it were composed now."""
-        num_plain = handle.num_plain if handle.num_composed else handle.num_tokens
-        found = self._find(handle.first(0), handle.tokens, num_plain)
+        found = self._find(handle.first(0), handle.tokens, handle.num_plain)
         num_tokens = found.num_tokens if found else 0
         for segment in handle.segments:
             if isinstance(recipe := segment.recipe, Composition):
@@ -704,7 +714,8 @@ class LatentWorkspace:
             return found, None
         facts = Facts(limit, found.num_tokens, nbytes, rates=self.rates(receiver))
         edge = plan.edges[0] if plan.edges else choose(Compatibility(Level.EXACT), EdgePolicy(), facts)
-        if edge.estimated is None or not edge.estimated.move_bytes:
+        is_bought = edge.estimated is not None and edge.estimated.move_bytes
+        if not is_bought and not plan.lead.lineage:  # what was composed can't be computed by reading its tokens
             return None, None
         return self._move(found, receiver, origin)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import torch
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, convert_to_messages
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import START, StateGraph
+from test_whole import REWRITES
 from transformers import AutoModelForCausalLM, LogitsProcessor
 from typing_extensions import TypedDict
 
@@ -31,8 +33,10 @@ from langgraph_latent import (
     merge,
 )
 from langgraph_latent.compose import EVERY_KIND, WHOLE, composed, part_of
-from langgraph_latent.errors import RouteError
+from langgraph_latent.delivery import sayable
+from langgraph_latent.errors import ContextLengthError, RouteError
 from langgraph_latent.events import Composed, Diverged, Event, Prefilled, Routed
+from langgraph_latent.handle import unpack_tokens
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.models.probe import difference
 from langgraph_latent.models.resident import ResidentModel
@@ -437,8 +441,6 @@ def test_the_policy_of_every_block_that_is_moved_counts(
     handles = [from_node(chat, name, NOTES[name]) for name in "abc"]
     ws.router.policies["abc"[position], ""] = policy
     reply = chat.invoke(QUESTION, inherit=merge(handles) if how == "merged" else handles)
-    if position == 0 and how == "merged":  # it is not moved, but the first tokens of what is
-        return
     assert route(reply)[:2] == ("text", 4)
     assert reply.text == read_anew(chat, "abc")
     assert not events(ws, Composed)
@@ -777,3 +779,83 @@ def test_an_answer_alone_is_composed_whether_it_was_cut_or_ended_by_itself(
         answer = chat.invoke("and then?", inherit=alone, max_tokens=4)
         assert answer.response_metadata["kv_route"]["code"] == "composed"
         assert ws.handle(answer).tokens.startswith(alone.tokens)
+
+
+def test_a_composed_cache_that_a_template_leaves_behind_its_blocks_is_no_part_of_a_plain_one(
+    tiny_folder: Callable[..., Path], ws: LatentWorkspace
+) -> None:
+    """The template tells an older answer otherwise than it was sampled: the prompt departs behind the moved blocks."""
+    template = REWRITES.replace("not loop.last", "not loop.last and loop.length > 5")
+    chat = ChatLatent(model=str(tiny_folder("llama", template=template)), workspace=ws, max_tokens=8)
+    answered = chat.handle(chat.invoke(QUESTION, inherit=merge(notes(chat))))
+    assert answered.lineage
+    reply = chat.invoke("and who reads it?", inherit=answered)
+    assert route(reply) == ("text", 4, "diverged")
+    assert not chat.handle(reply).lineage
+    messages = convert_to_messages(list(answered.messages))
+    assert reply.text == text_run(chat, *messages, HumanMessage("and who reads it?"))
+    again = chat.invoke([*messages, HumanMessage("and who reads it?")])
+    assert again.text == reply.text
+
+
+def test_a_moved_thought_is_closed_before_the_next_question(chat: ChatLatent, ws: LatentWorkspace) -> None:
+    """Latent steps stand in an assistant's turn, wherever they were moved."""
+    ws.router.default = THINKING
+    note, thought = notes(chat, "a")[0], chat.think([HumanMessage(NOTES["b"])], steps=3)
+    prompts = chat.resident().prompts
+    for handle in (thought, merge([note, thought]), chat.compose(thought, system="You write.")):
+        rest = prompts.extend(handle, [{"role": "user", "content": "and?"}], reply=True).tokens[len(handle.tokens) :]
+        assert str(chat.tokenizer.decode(unpack_tokens(rest))).startswith("<|im_end|>")
+
+
+def test_only_what_stands_for_a_thought_is_left_out_of_a_text(chat: ChatLatent) -> None:
+    thought = chat.think([HumanMessage(NOTES["a"])], steps=2)
+    assert [message["role"] for message in thought.messages] == ["user", "assistant"]
+    assert [message["role"] for message in sayable(thought)] == ["user"]
+    silent = chat.read([HumanMessage("a"), AIMessage(""), HumanMessage("b")])
+    assert sayable(silent) == silent.messages
+
+
+def test_a_thought_that_is_longer_than_the_model_takes_is_refused_before_it_is_read(
+    tiny_folder: Callable[..., Path], ws: LatentWorkspace
+) -> None:
+    chat = ChatLatent(model=str(tiny_folder("llama", max_position_embeddings=64)), workspace=ws)
+    with pytest.raises(ContextLengthError):
+        chat.think([HumanMessage("a b c")], steps=60)
+    assert not events(ws, Prefilled)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_latent_step_is_as_long_as_what_the_embedding_module_gives(
+    name: str, folder: Callable[[str], str], ws: LatentWorkspace
+) -> None:
+    """Gemma's scales its weight: what is fed in place of its output must be as long."""
+    model = chat_of(folder, name, ws).resident()
+    embed: Any = model.model.get_input_embeddings()
+    with torch.no_grad():
+        norms = embed(torch.arange(len(embed.weight))).norm(dim=-1)
+        fed = model._alignment.embedding(torch.randn(1, 5, embed.weight.shape[1]))
+    assert fed.norm(dim=-1).flatten().tolist() == pytest.approx([float(norms.mean())] * 5, rel=1e-4)
+
+
+def test_latent_steps_do_not_use_up_the_share_that_is_repaired(chat: ChatLatent, ws: LatentWorkspace) -> None:
+    thought = chat.think([HumanMessage(NOTES["b"])], steps=12)
+    merged = merge([notes(chat, "a")[0], thought], repair=Repair(0.3, "deviation"))
+    ws.state_of(merged, chat.resident())
+    made = events(ws, Composed)[-1]
+    num_told = made.num_tokens - 12
+    assert made.num_repaired == math.ceil(0.3 * num_told)
+
+
+def test_the_same_handle_twice_is_composed_once(chat: ChatLatent) -> None:
+    note = notes(chat, "a")[0]
+    once = chat.compose(note, system="You write.")
+    assert chat.compose([note, note], system="You write.") == once
+
+
+def test_branches_that_need_the_same_composed_cache_make_it_once(chat: ChatLatent, ws: LatentWorkspace) -> None:
+    merged = merge(notes(chat))
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: chat.invoke(QUESTION, inherit=merged).text, range(4)))
+    assert len(set(replies)) == 1
+    assert len(events(ws, Composed)) == 1

@@ -683,10 +683,9 @@ def test_an_edited_origin_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("other", [read("b", 20, model="ab" * 16), read("b", 20, tenant="acme")])
-def test_blocks_of_another_model_or_tenant_are_refused_even_with_a_fitting_id(other: KVHandle) -> None:
-    forged = composed(read("a", 10), [part_of(other, WHOLE)])
-    with pytest.raises(HandleError, match="does not match its content"):
-        KVHandle.from_dict(forged.to_dict())
+def test_blocks_of_another_model_or_tenant_are_refused(other: KVHandle) -> None:
+    with pytest.raises(HandleError, match="another model or tenant"):
+        composed(read("a", 10), [part_of(other, WHOLE)])
 
 
 def test_more_or_fewer_latent_steps_are_refused() -> None:

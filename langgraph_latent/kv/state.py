@@ -189,7 +189,8 @@ class KVState:
             return self
         if not self.can_crop(num_tokens):
             raise ValueError(f"a state of {self.num_tokens} tokens can't be cropped to {num_tokens}")
-        return KVState(self.buffer, self.kinds, num_tokens, self.wholes, self.biases)
+        biases = tuple(bias[:num_tokens] for bias in self.biases)
+        return KVState(self.buffer, self.kinds, num_tokens, self.wholes, biases)
 
     def with_biases(self, biases: tuple[torch.Tensor, ...]) -> KVState:
         """The same state, its tokens seen with these biases."""
@@ -221,7 +222,9 @@ class KVState:
             else move_layer(self.wholes[index], device)
             for index, (kind, device) in enumerate(zip(self.kinds, devices, strict=True))
         ]
-        return KVState.from_layers(self.kinds, moved, self.num_tokens).with_biases(self.biases)
+        places = zip(self.biases, devices, strict=bool(self.biases))
+        biases = tuple(bias if device is None else bias.to(device) for bias, device in places)
+        return KVState.from_layers(self.kinds, moved, self.num_tokens).with_biases(biases)
 
     def checksum(self) -> str:
         """SHA-256 over shape, dtype and bytes of every layer; reads all of it."""

@@ -5,34 +5,43 @@ Source: LatentMAS (arXiv 2511.20639), with its regularised least squares solved 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 RIDGE = 1e-5
+CHUNK_TOKENS = 8192
 
 
 class Alignment:
     """Maps hidden states to embeddings of the usual length.
 
     Args:
-        embeddings: the input embeddings, (vocab, hidden).
-        head: the output embeddings, (vocab, hidden), None where there are none. Where they are the input embeddings
-            themselves nothing is solved: the map would be the identity.
+        embed: from token ids, (tokens,), to their input embeddings, (tokens, hidden).
+        vocab_size: how many tokens there are.
+        head: the output embeddings, (vocab, hidden). None where they are the input embeddings, or there are none: then
+            nothing is solved, the map would be the identity.
     """
 
-    def __init__(self, embeddings: torch.Tensor, head: torch.Tensor | None) -> None:
-        rows = embeddings.detach().float()
-        self._norm = rows.norm(dim=-1).mean()
-        is_tied = head is None or head is embeddings or head.data_ptr() == embeddings.data_ptr()
-        self._map = None if is_tied or head is None else _solved(head.detach().float(), rows)
+    @torch.no_grad()
+    def __init__(
+        self, embed: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, head: torch.Tensor | None
+    ) -> None:
+        device = next(embed.parameters()).device if isinstance(embed, torch.nn.Module) else None
+        length, gram, cross = 0.0, torch.zeros(()), torch.zeros(())
+        for begin in range(0, vocab_size, CHUNK_TOKENS):
+            rows = embed(torch.arange(begin, min(begin + CHUNK_TOKENS, vocab_size), device=device)).float()
+            length += float(rows.norm(dim=-1).sum())
+            if head is not None:
+                part = head[begin : begin + len(rows)].float()
+                gram, cross = gram.to(part) + part.T @ part, cross.to(part) + part.T @ rows.to(part)
+        self._norm = length / vocab_size
+        self._map = None
+        if head is not None:
+            gram.diagonal().add_(RIDGE)
+            self._map = torch.linalg.solve(gram, cross)
 
     def embedding(self, hidden: torch.Tensor) -> torch.Tensor:
         """What to feed after a hidden state, both (..., hidden), of its dtype; as long as embeddings are on average."""
         aligned = hidden.float() if self._map is None else hidden.float() @ self._map
         return (aligned * (self._norm / aligned.norm(dim=-1, keepdim=True).clamp(min=1e-6))).to(hidden.dtype)
-
-
-def _solved(head: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-    """The map W with head @ W nearest to the embeddings, (hidden, hidden)."""
-    gram = head.T @ head
-    gram.diagonal().add_(RIDGE)
-    return torch.linalg.solve(gram, head.T @ embeddings)

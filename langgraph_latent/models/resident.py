@@ -57,7 +57,7 @@ from langgraph_latent.models.lora import AdapterWatch
 from langgraph_latent.models.probe import VERSION, Findings, Probe, unprobed
 from langgraph_latent.models.prompt import PromptWriter
 from langgraph_latent.models.sampling import Sampler
-from langgraph_latent.models.scheduler import MAX_ROWS, Lane, Row, Scheduler
+from langgraph_latent.models.scheduler import ALONE_CHUNK_TOKENS, MAX_ROWS, Lane, Row, Scheduler
 from langgraph_latent.models.shapes import shape_of
 from langgraph_latent.paths import Memory
 from langgraph_latent.spec import LayerSpec, ModelSpec, StateTensor
@@ -335,16 +335,24 @@ class ResidentModel:
 
         It costs about their share of a prefill. Only for a model whose attention is given rows (`has_rows`).
         """
-        self._run_at(repair_cache(tail, torch.tensor(positions, device=self.device)), ids, positions, [])
+        for begin in range(0, len(ids), ALONE_CHUNK_TOKENS):
+            new, at = ids[begin : begin + ALONE_CHUNK_TOKENS], positions[begin : begin + ALONE_CHUNK_TOKENS]
+            self._run_at(repair_cache(tail, torch.tensor(at, device=self.device)), new, at, [])
 
     def early_values(self, ids: Sequence[int], state: KVState, layer: int) -> torch.Tensor:
         """A layer's values of `ids` fed behind a state, (1, kv_heads, ids, head_dim); layers above are not run."""
-        with state.append() as tail:
-            positions = range(state.num_tokens, state.num_tokens + len(ids))
-            try:
-                self._run_at(early_cache(tail, len(ids), layer), ids, positions, [])
-            except ValuesReached as reached:
-                return reached.values
+        found = []
+        with state.append(state.num_tokens + len(ids)) as tail:
+            for begin in range(0, len(ids), ALONE_CHUNK_TOKENS):
+                new = ids[begin : begin + ALONE_CHUNK_TOKENS]
+                found.append(self._early_values(new, state.num_tokens + begin, tail, layer))
+        return torch.cat(found, 2)
+
+    def _early_values(self, ids: Sequence[int], at: int, tail: KVTail, layer: int) -> torch.Tensor:
+        try:
+            self._run_at(early_cache(tail, len(ids), layer), ids, range(at, at + len(ids)), [])
+        except ValuesReached as reached:
+            return reached.values
         raise UnsupportedLayerError(f"{self.spec.name!r} does not use layer {layer} of its cache")
 
     def _run_at(
@@ -360,13 +368,16 @@ class ResidentModel:
             **arguments,
         )
 
-    def think(self, last: int, steps: int, tail: KVTail) -> None:
+    def think(self, last: int, steps: int, tail: KVTail, check: Callable[[], None] = lambda: None) -> None:
         """Feed a token and then `steps` latent ones: each the last hidden state before it, aligned, as an embedding.
+
+        `check` is called before each step and may raise, to end it.
 
         Source: LatentMAS (arXiv 2511.20639). Only for a model that can "think".
         """
         hidden = self._hidden(tail, input_ids=torch.tensor([[last]], device=self.device))
         for _ in range(steps):
+            check()
             hidden = self._hidden(tail, input_ids=None, inputs_embeds=self._alignment.embedding(hidden))
 
     def _hidden(self, tail: KVTail, **inputs: Any) -> torch.Tensor:
@@ -382,9 +393,11 @@ class ResidentModel:
 
     @cached_property
     def _alignment(self) -> Alignment:
+        """From hidden states to what the embedding module gives, which may be more than its weight."""
         embeddings: Any = self.model.get_input_embeddings()
         head: Any = self.model.get_output_embeddings()
-        return Alignment(embeddings.weight, None if head is None else head.weight)
+        is_tied = head is None or head.weight.data_ptr() == embeddings.weight.data_ptr()
+        return Alignment(embeddings, len(embeddings.weight), None if is_tied else head.weight)
 
     def _run(self, *call: Any, **arguments: Any) -> torch.Tensor:
         if self.device.type == "cpu":
