@@ -296,7 +296,9 @@ class ChatLatent(BaseChatModel):
         if system is None and select is None:
             return merge(chosen, repair=repair)
         each = WHOLE if select is None else select
-        selections = [each] * len(chosen) if isinstance(each, Selection) else list(each)
+        selections = [each] * len(chosen) if isinstance(each, Selection) else each
+        if not isinstance(selections, list | tuple) or not all(isinstance(one, Selection) for one in selections):
+            raise ConfigError(f"select={select!r} is no Selection and no list of them")
         if len(selections) != len(chosen):
             raise ConfigError(
                 f"{len(selections)} selections do not fit {len(chosen)} handles; pass one for all, or each"
@@ -322,7 +324,7 @@ class ChatLatent(BaseChatModel):
         workspace.check(handle)
         if num_tokens >= handle.num_tokens:
             return handle
-        state = workspace.state_of(handle, self.resident())
+        state = workspace.whole_state_of(handle, self.resident())
         spans = budget_spans(state, num_tokens, sinks=sinks, window=window)
         kept = part_of(handle, Selection(kinds=EVERY_KIND, spans=spans))
         return composed(KVHandle.root(handle.model, handle.tenant), [kept])

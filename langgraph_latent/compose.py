@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from langgraph_latent.errors import ConfigError, HandleError
 from langgraph_latent.handle import SEGMENT_KINDS, TOKEN_BYTES, KVHandle, Message, Span
-from langgraph_latent.recipe import Block, Composition, Repair
+from langgraph_latent.recipe import MAX_WEIGHT, Block, Composition, Repair
 
 MAX_BLOCKS = 4096
 """Blocks in one composition."""
@@ -27,6 +27,13 @@ def _listed(name: str, value: Any) -> Iterable[Any]:
     if not isinstance(value, Iterable):
         raise ConfigError(f"{name}={value!r} is one value; pass a list")
     return value
+
+
+def _names(name: str, value: Any) -> frozenset[str]:
+    names = list(_listed(name, value))
+    if not all(isinstance(each, str) for each in names):
+        raise ConfigError(f"{name}={value!r} holds what is no name")
+    return frozenset(names)
 
 
 @dataclass(frozen=True)
@@ -58,14 +65,18 @@ class Selection:
             if isinstance(value, str):
                 raise ConfigError(f"{name}={value!r} is text; pass a list of names")
             if value is not None or name == "kinds":
-                object.__setattr__(self, name, frozenset(_listed(name, value)))
+                object.__setattr__(self, name, _names(name, value))
         if unknown := sorted(self.kinds - EVERY_KIND):
             raise ConfigError(f"unknown segment kind {unknown[0]!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
         if self.spans is not None:
             object.__setattr__(self, "spans", tuple(_checked_spans(_listed("spans", self.spans))))
             if not self.spans:
                 raise ConfigError("spans=() takes nothing; name one span or more, or leave it out for all")
-        if not isinstance(self.weight, int | float) or isinstance(self.weight, bool) or not 0 <= self.weight < 1e9:
+        if (
+            not isinstance(self.weight, int | float)
+            or isinstance(self.weight, bool)
+            or not 0 <= self.weight < MAX_WEIGHT
+        ):
             raise ConfigError(f"weight={self.weight!r} is impossible; it is a number from 0 on")
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(_listed("layers", self.layers)))
@@ -165,8 +176,8 @@ def merge(handles: Sequence[KVHandle], *, repair: Repair | None = None) -> KVHan
 
     Raises `HandleError` for handles of several models or tenants, and `ConfigError` for none or too many blocks.
     """
-    if not handles:
-        raise ConfigError("there is nothing to merge; pass at least one handle")
+    if not isinstance(handles, list | tuple) or not handles:
+        raise ConfigError("there is nothing to merge; pass a list of at least one handle")
     _check_alike(handles)
     lead, *others = without_contained(handles) or handles[:1]
     begin = _shared_tokens([lead, *others])
@@ -213,6 +224,8 @@ def _begins_with(handle: KVHandle, head: KVHandle) -> bool:
 def _check_alike(handles: Sequence[KVHandle]) -> None:
     lead = handles[0]
     for other in handles:
+        if not isinstance(other, KVHandle):
+            raise HandleError(f"{other!r} is no KVHandle; `workspace.handle(reply)` gives a reply's")
         if (other.model, other.tenant) != (lead.model, lead.tenant):
             raise HandleError(
                 f"handles {lead.id} and {other.id} are of different models or tenants; merge those of one"

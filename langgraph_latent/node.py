@@ -143,6 +143,8 @@ def _ways(inherit: str | Sequence[str] | Mapping[str, str], latent: str) -> dict
     """State keys and how the handles under them are inherited."""
     if isinstance(inherit, str):
         inherit = {latent: inherit} if inherit in WAYS else (inherit,)
+    if not isinstance(inherit, Mapping | Sequence) or not all(isinstance(key, str) for key in (*inherit, latent)):
+        raise ConfigError(f"inherit={inherit!r}: state keys are names; pass one, several, or a mapping of them")
     ways = dict(inherit) if isinstance(inherit, Mapping) else dict.fromkeys(inherit, "append")
     if unknown := [way for way in ways.values() if way not in WAYS]:
         raise ConfigError(f"inherit: {unknown[0]!r} is unknown; known ways: {', '.join(WAYS)}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -20,6 +19,7 @@ else:
     KVHandle = Any  # handles are made of recipes; whoever reads annotations at run time, as Pydantic does, finds this
 
 Strategy = Literal["boundary", "deviation"]
+MAX_WEIGHT = 1e9
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Block:
             type(self.begin) is int and type(self.end) is int and 0 <= self.begin < self.end <= self.handle.num_tokens
         ):
             raise ConfigError(f"tokens {self.begin!r} to {self.end!r} are not in a handle of {self.handle.num_tokens}")
-        if not _is_number(self.weight) or not 0 < self.weight < math.inf:
+        if not _is_number(self.weight) or not 0 < self.weight < MAX_WEIGHT:
             raise ConfigError(f"weight={self.weight!r} is impossible; it is a number above 0 (leave a part out for 0)")
         if self.layers is not None:
             if not self.layers or not all(type(layer) is int and layer >= 0 for layer in self.layers):
@@ -88,11 +88,17 @@ class Composition:
     blocks: tuple[Block, ...]
     repair: Repair | None = None
 
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise ConfigError("a composition has at least one block")
+        if self.repair is not None and not isinstance(self.repair, Repair):
+            raise ConfigError(f"repair={self.repair!r} is no Repair; write Repair(0.15), or None")
+
     @property
     def is_exact(self) -> bool:
-        """Whether all of it is computed anew in its place, and seen like anything else."""
+        """Whether it is whole messages, all computed anew in their place and seen like anything else."""
         is_whole = self.repair is not None and self.repair.ratio == 1
-        return is_whole and not self.is_weighted and not self.has_thoughts
+        return is_whole and not self.is_weighted and not self.has_thoughts and all(map(_is_whole, self.blocks))
 
     @property
     def is_weighted(self) -> bool:
@@ -156,6 +162,12 @@ class Thought:
 
 
 Recipe = Composition | Thought
+
+
+def _is_whole(block: Block) -> bool:
+    """Whether a block begins and ends where spans of its handle do: text tells messages whole."""
+    spans = block.handle.spans
+    return block.begin in {span.begin for span in spans} and block.end in {span.end for span in spans}
 
 
 def _is_number(value: Any) -> bool:

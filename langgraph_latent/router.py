@@ -40,7 +40,8 @@ class EdgePolicy:
         on_failure: "fall_back" takes the next safer route, "raise" lets the error through.
         repair: how far a merged handle is repaired that was not when it was made, where level 1 is allowed. Several
             handles are merged then. None for not at all.
-        thoughts: whether latent steps may be handed over, where a measured parity says that they lose nothing.
+        thoughts: whether latent steps may be handed over, where a measured parity says that they lose nothing. Such an
+            edge is at level 1, be it in `allow` or not.
     """
 
     allow: frozenset[Level] = frozenset({Level.EXACT, Level.TEXT})
@@ -79,9 +80,14 @@ class EdgePolicy:
         return self.allow & {Level.EXACT, Level.TEXT} if self.judge else self.allow
 
     @property
+    def may_read(self) -> bool:
+        """Whether messages may be read anew."""
+        return Level.TEXT in self.levels and self.route is not Route.CACHE
+
+    @property
     def may_fall_back(self) -> bool:
         """Whether a failing cache may be replaced by re-reading."""
-        return self.on_failure == "fall_back" and Level.TEXT in self.levels and self.route is not Route.CACHE
+        return self.on_failure == "fall_back" and self.may_read
 
     def __str__(self) -> str:
         parts = [f"allows {_names(self.levels)}"]
@@ -167,7 +173,7 @@ class Way(NamedTuple):
 
     def level_of(self, facts: Facts) -> Level:
         """What it promises of a handle."""
-        return max(self.level, facts.level)
+        return max(self.level, facts.level, Level.MOVED if facts.has_thoughts else Level.EXACT)
 
     def cost(self, facts: Facts) -> Cost:
         """What it would take; of text, about: the prompt is not written yet."""
@@ -261,6 +267,8 @@ def _obstacle(compatibility: Compatibility, policy: EdgePolicy, facts: Facts) ->
         return "not_allowed", f"{what}the edge's policy does not allow level {int(facts.level)}"
     if facts.move_refusal:
         return "not_movable", f"the model's caches can't be composed: {facts.move_refusal}"
+    if facts.has_thoughts and policy.judge:
+        return "no_thoughts", "a judge takes no latent steps: they can change which candidate it picks"
     if facts.has_thoughts and not policy.thoughts:
         return "no_thoughts", "the edge's policy takes no latent steps; allow them with EdgePolicy(thoughts=True)"
     if facts.has_thoughts and facts.thought_refusal:

@@ -30,6 +30,7 @@ from langgraph_latent.errors import (
     HandleError,
     ModelMismatchError,
     PromptError,
+    RouteError,
     TenantError,
     UnknownHandleError,
     UnsupportedLayerError,
@@ -133,7 +134,7 @@ class LatentWorkspace:
         self._meters: weakref.WeakKeyDictionary[ResidentModel, RateMeter] = weakref.WeakKeyDictionary()
         self._recipes = RecipeBook()
         self._lock = threading.RLock()
-        self._composing = threading.RLock()
+        self._making: dict[tuple[str, bytes], threading.RLock] = {}
         self._closed = False
         self.router.attach(self)
 
@@ -273,18 +274,22 @@ class LatentWorkspace:
         handles = self._joined(without_contained(request.handles), spec, node)
         policies = tuple(self.router.policy_for(handle, node) for handle in handles)
         edges = [
-            self._route(handle, receiver, spec, policy, request, first=not index)
+            self._route(handle, receiver, spec, policy, request, first=not index, last=index == len(handles) - 1)
             for index, (handle, policy) in enumerate(zip(handles, policies, strict=True))
         ]
         root = KVHandle.root(spec.identity, self.tenant)
         is_cache = bool(edges) and edges[0].route is Route.CACHE
         lead = handles[0] if is_cache else root
         receiver.check_vocabulary(lead)
-        inherited = told_by([handle.messages if is_cache else sayable(handle) for handle in handles])
+        inherited = told_by([handle.messages if handle is lead else sayable(handle) for handle in handles])
         plan = self._with_prompt(receiver, request, Plan(edges, policies, lead, (*inherited, *request.messages), root))
         if not lead.lineage or plan.prompt.num_inherited == lead.num_tokens:
             return plan
         # what was composed can't be a part of what is plain
+        if not policies[0].may_read:
+            raise RouteError(
+                f"the template tells handle {lead.id} otherwise, and the edge's policy lets nobody read anew"
+            )
         num_kept, num_inherited = plan.prompt.num_inherited, lead.num_tokens
         self._emit(Diverged, request, lead, num_tokens=num_kept, num_inherited=num_inherited)
         return self._told_anew(receiver, request, plan)._replace(edges=plan.diverged(0).edges)
@@ -444,6 +449,16 @@ class LatentWorkspace:
 
         Raises `ModelMismatchError` for a handle of another model, and `HandleError`.
         """
+        self._check_for(handle, receiver)
+        return self._state(handle, handle.num_tokens, receiver, Origin())
+
+    def whole_state_of(self, handle: KVHandle, receiver: ResidentModel) -> KVState:
+        """The same with every token in every layer, also those that a window has left behind in an ingested cache."""
+        self._check_for(handle, receiver)
+        return self._whole(handle, receiver, Origin())
+
+    def _check_for(self, handle: KVHandle, receiver: ResidentModel) -> None:
+        """Raise `HandleError` where a handle is not sound, or not of the receiver's model."""
         self.check(handle)
         if handle.model != receiver.spec.identity:
             raise ModelMismatchError(
@@ -453,7 +468,6 @@ class LatentWorkspace:
         receiver.check_vocabulary(handle)
         if not handle.tokens:
             raise HandleError("a handle of no tokens has no cache; read something first")
-        return self._state(handle, handle.num_tokens, receiver, Origin())
 
     def _state(self, handle: KVHandle, num_tokens: int, receiver: ResidentModel, origin: Origin) -> KVState:
         """The state of a handle's first `num_tokens` tokens where the receiver is, what is missing computed."""
@@ -477,17 +491,22 @@ class LatentWorkspace:
         found = self._find(handle, tokens, limit)
         if (found and found.num_tokens >= num_composed) or not num_composed:
             return found
-        with self._composing:  # branches that need the same cache make it once
+        key = (handle.lineage, handle.tokens[: handle.num_composed * TOKEN_BYTES])
+        with self._lock:
+            making = self._making.setdefault(key, threading.RLock())
+        with making:  # branches that need the same cache make it once
             found = self._find(handle, tokens, limit)
             if found and found.num_tokens >= num_composed:
                 return found
             made = self._make(handle, receiver, origin)
+            self._making.pop(key, None)
         return made.crop(limit) if limit < made.num_tokens else made
 
     def _make(self, handle: KVHandle, receiver: ResidentModel, origin: Origin) -> KVState:
         """The state up to the last of a handle's segments that has a recipe, kept for others."""
         if refusal := facts_of(handle, receiver.spec).move_refusal:
             raise UnsupportedLayerError(f"the caches of {receiver.spec.name!r} can't be composed: {refusal}; read anew")
+        receiver.check_length(handle.num_composed)
         begin = time.perf_counter()
         number = max(index for index, segment in enumerate(handle.segments) if segment.recipe)
         before, made_handle = handle.first(number), handle.first(number + 1)
@@ -514,6 +533,8 @@ class LatentWorkspace:
         """What the last segment of a handle adds by its recipe to the state of what is before it."""
         segment = handle.segments[-1]
         if isinstance(segment.recipe, Thought):
+            if not before.tokens:
+                raise HandleError(f"handle {handle.id} has latent steps behind nothing; read something first")
             start = self._state(before, before.num_tokens - 1, receiver, origin)
             return think(segment.recipe, unpack_tokens(before.tokens)[-1], start, receiver)
         assert isinstance(segment.recipe, Composition)
@@ -634,8 +655,14 @@ class LatentWorkspace:
         request: Request,
         *,
         first: bool,
+        last: bool,
     ) -> RouteDecision:
         situation = self._situation(handle, spec, receiver, first, request.framing)
+        if handle.lineage and not last:
+            refusal = (
+                situation.facts.move_refusal or "other handles come behind it, and their edges forbid to join them"
+            )
+            situation = situation._replace(facts=situation.facts._replace(move_refusal=refusal))
         compatibility = situation.compatibility
         decision = choose(compatibility, policy, situation.facts)
         self._emit(

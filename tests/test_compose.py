@@ -658,7 +658,7 @@ def test_latent_steps_are_taken_only_where_the_edge_takes_them_and_they_lose_not
     assert "lose" in chat.invoke(QUESTION, inherit=thought).response_metadata["kv_route"]["reason"]
     remember_parity(chat.spec.identity, Parity(5, 3, 0.2, 0.1, 0.3))
     taken = chat.invoke(QUESTION, inherit=thought)
-    assert route(taken)[:2] == ("cache", 0)
+    assert route(taken)[:2] == ("cache", 1)
     ws.pool.clear()
     rebuilt = chat.invoke(QUESTION, inherit=KVHandle.from_dict(thought.to_dict()))
     assert rebuilt.text == taken.text
@@ -859,3 +859,43 @@ def test_branches_that_need_the_same_composed_cache_make_it_once(chat: ChatLaten
         replies = list(pool.map(lambda _: chat.invoke(QUESTION, inherit=merged).text, range(4)))
     assert len(set(replies)) == 1
     assert len(events(ws, Composed)) == 1
+
+
+@pytest.mark.parametrize("policy", [EdgePolicy(judge=True), EdgePolicy(), EdgePolicy(route=Route.TEXT)])
+def test_a_composed_cache_is_read_anew_where_what_comes_behind_it_can_not_be_joined(
+    policy: EdgePolicy, chat: ChatLatent, ws: LatentWorkspace
+) -> None:
+    a, b, c = (from_node(chat, name, NOTES[name]) for name in "abc")
+    ws.router.policies["c", ""] = policy
+    reply = chat.invoke(QUESTION, inherit=[merge([a, b]), c])
+    assert route(reply)[:2] == ("text", 4)
+    assert reply.text == read_anew(chat, "abc")
+    assert not chat.handle(reply).lineage
+
+
+def test_a_thought_that_comes_second_is_left_out_of_the_text(folder: Callable[[str], str]) -> None:
+    with LatentWorkspace() as ws:
+        chat = chat_of(folder, "llama", ws)
+        thought = chat.think([SYSTEM, HumanMessage(NOTES["b"])], steps=3)
+        reply = chat.invoke(QUESTION, inherit=[notes(chat, "a")[0], thought])
+        assert reply.text == read_anew(chat, "ab")
+
+
+def test_a_budget_of_a_cache_that_was_ingested_past_its_window(
+    folder: Callable[[str], str], ws: LatentWorkspace
+) -> None:
+    chat = chat_of(folder, "mistral", ws)
+    long = chat.read([SYSTEM, HumanMessage(" ".join(NOTES.values()))])
+    expected = chat.within_budget(long, 40)
+    with LatentWorkspace(router=EdgeRouter(default=MOVED)) as other:
+        there = chat_of(folder, "mistral", other)
+        assert there.within_budget(there.ingest_kv_cache(chat.export_kv_cache(long)), 40) == expected
+
+
+def test_a_part_of_a_message_is_not_exact_even_if_it_is_computed_anew(chat: ChatLatent) -> None:
+    """Text would tell the message whole."""
+    note = notes(chat, "a")[0]
+    whole = chat.compose(note, system="You write.", repair=Repair(1.0))
+    part = chat.compose(note, system="You write.", select=Selection(spans=((12, 20),)), repair=Repair(1.0))
+    assert whole.is_exact
+    assert not part.is_exact
