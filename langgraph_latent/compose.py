@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from langgraph_latent.errors import ConfigError, HandleError
-from langgraph_latent.handle import SEGMENT_KINDS, TOKEN_BYTES, KVHandle, Message, Span
+from langgraph_latent.handle import SEGMENT_KINDS, TOKEN_BYTES, KVHandle, Message, Span, tokens_of
 from langgraph_latent.recipe import MAX_WEIGHT, Block, Composition, Repair
 
 MAX_BLOCKS = 4096
@@ -281,13 +281,12 @@ def composed(base: KVHandle, parts: Sequence[Part], repair: Repair | None = None
         return base
     if len(blocks) > MAX_BLOCKS:
         raise ConfigError(f"{len(blocks):,} blocks are more than {MAX_BLOCKS:,}; select fewer and longer spans")
-    tokens = b"".join(block.handle.tokens[block.begin * TOKEN_BYTES : block.end * TOKEN_BYTES] for block in blocks)
     origin = blocks[-1].handle
     size = max(block.handle.nbytes // block.handle.num_tokens for block in blocks)
     return base.extend(
         "moved",
         origin.source,
-        tokens,
+        tokens_of(blocks),
         [message for part in parts for message in part.messages],
         size,
         framing=origin.segments[-1].framing,

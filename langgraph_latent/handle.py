@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from langgraph_latent.errors import HandleError
-from langgraph_latent.recipe import Composition, Recipe, Thought
+from langgraph_latent.recipe import Block, Composition, Recipe, Thought
 
 Message = dict[str, Any]
 """One chat message as plain data: `role`, `content` and, where present, `name`, `tool_calls`, `tool_call_id`."""
@@ -106,9 +106,7 @@ class Segment:
 def _check_recipe(kind: str, tokens: bytes, recipe: Recipe | None) -> None:
     """Raise `HandleError` where a segment's kind, tokens and recipe contradict one another."""
     if kind == "moved":
-        fits = isinstance(recipe, Composition) and tokens == b"".join(
-            block.handle.tokens[block.begin * TOKEN_BYTES : block.end * TOKEN_BYTES] for block in recipe.blocks
-        )
+        fits = isinstance(recipe, Composition) and tokens == tokens_of(recipe.blocks)
     elif kind == "latent":
         fits = isinstance(recipe, Thought) and tokens == bytes(recipe.steps * TOKEN_BYTES)
     else:
@@ -117,6 +115,11 @@ def _check_recipe(kind: str, tokens: bytes, recipe: Recipe | None) -> None:
         raise HandleError(f"a segment of kind {kind!r} does not fit its recipe")
     if max((handle.depth for handle in handles_in(recipe)), default=0) >= MAX_DEPTH:
         raise HandleError(f"blocks were taken of blocks {MAX_DEPTH} times; read what is inherited anew")
+
+
+def tokens_of(blocks: Iterable[Block]) -> bytes:
+    """The packed tokens of blocks, one behind the other."""
+    return b"".join(block.handle.tokens[block.begin * TOKEN_BYTES : block.end * TOKEN_BYTES] for block in blocks)
 
 
 class Span(NamedTuple):

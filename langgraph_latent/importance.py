@@ -17,6 +17,7 @@ from langgraph_latent.chat_model import ChatLatent
 from langgraph_latent.errors import ConfigError, UnsupportedLayerError
 from langgraph_latent.handle import TOKEN_BYTES, common_tokens, unpack_tokens
 from langgraph_latent.kv.state import KVState
+from langgraph_latent.metrics import kl
 from langgraph_latent.models.resident import ResidentModel
 from langgraph_latent.models.template import Framing
 from langgraph_latent.paths import Memory
@@ -156,7 +157,7 @@ class _Trial:
 
     def loss(self, layers: Collection[int]) -> float:
         """Divergence from the predictions over the whole context, in nats a token, when `layers` alone see it."""
-        return float((self._whole.exp() * (self._whole - self._predictions(layers))).sum(-1).mean())
+        return float(kl(self._whole, self._predictions(layers)).mean())
 
     def _predictions(self, layers: Collection[int]) -> torch.Tensor:
         """Log-probabilities of each of the answer's tokens, (tokens, vocab), float64."""

@@ -297,8 +297,6 @@ def test_a_weight_is_what_its_logarithm_in_the_mask_is(
 ) -> None:
     chat = chat_of(folder, name, ws)
     model = chat.resident()
-    if not model.spec.capabilities.can("batch"):
-        pytest.skip(model.spec.capabilities.refusal("batch"))
     handles = notes(chat, "ab", system=None)
     plain, handle = merge(handles), weighted(handles, weight=weight)
     got = behind(model, ws.state_of(handle, model), WRITTEN)

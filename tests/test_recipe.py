@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import pickle
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+from test_handle import TRIPS
 
 from langgraph_latent import Repair, Selection, merge
 from langgraph_latent.compose import EVERY_KIND, MAX_BLOCKS, WHOLE, Part, behind, composed, part_of, without_contained
@@ -32,7 +31,6 @@ from langgraph_latent.recipe import Block, Composition, Thought
 EVERYTHING = Selection(kinds=EVERY_KIND)
 
 MODEL = "5f" * 16
-SERDE = JsonPlusSerializer(allowed_msgpack_modules=[("langgraph_latent.handle", "KVHandle")])
 NAN = float("nan")
 SYSTEM = ("system", "reader", [1, 2, 3], "be brief")
 
@@ -553,14 +551,6 @@ def test_spans_cover_every_token_once_however_deep_it_lies(data: st.DataObject) 
 
 
 # -- trips -----------------------------------------------------------------------------------------------------------
-
-TRIPS: dict[str, Callable[[KVHandle], KVHandle]] = {
-    "to_dict": lambda handle: KVHandle.from_dict(handle.to_dict()),
-    "json": lambda handle: KVHandle.from_dict(json.loads(json.dumps(handle.to_dict()))),
-    "pickle": lambda handle: pickle.loads(pickle.dumps(handle)),
-    "deepcopy": copy.deepcopy,
-    "langgraph": lambda handle: SERDE.loads_typed(SERDE.dumps_typed(handle)),
-}
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

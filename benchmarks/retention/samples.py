@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from langgraph_latent.metrics import entropy, kl
+
 NUM_DRAWS = 2000
 
 
@@ -79,17 +81,13 @@ def answered(
         log_prob=logs.gather(1, at[:, None]).mean().item(),
         kl=divergence(full, logs),
         kl_without=divergence(full, none),
-        entropy=(_entropy(logs) - _entropy(full)),
+        entropy=float((entropy(logs) - entropy(full)).mean()),
     )
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     """KL(p || q) of log-probabilities, (tokens, vocab), per token; 0 where rounding makes it less."""
-    return max(0.0, (p.exp() * (p - q)).sum(-1).mean().item())
-
-
-def _entropy(logs: torch.Tensor) -> float:
-    return -(logs.exp() * logs).sum(-1).mean().item()
+    return max(0.0, kl(p, q).mean().item())
 
 
 COLUMNS = ("exact", "log_prob", "kl", "kept", "entropy", "seconds", "num_bytes")
