@@ -16,11 +16,12 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from benchmarks.harness import Settings, Stopwatch, Ticker
 from langgraph_latent import ChatLatent, KVHandle, LatentWorkspace
 from langgraph_latent.demo import REPORT
-from langgraph_latent.handle import TOKEN_BYTES, Message
+from langgraph_latent.engine import cpu_thread
+from langgraph_latent.engine.model import ResidentModel
+from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore, capacity_for
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.models import compute
-from langgraph_latent.models.resident import ResidentModel
 from langgraph_latent.pool.pool import Namespace
 
 QUESTIONS = ("What went wrong?", "What is urgent?", "Which team should act?", "What should it do?")
@@ -177,7 +178,7 @@ class Stock:
         self.model: Any = copy.deepcopy(model.model, shared)
         self.model.set_attn_implementation(model.spec.attention)
         generate = self.model.generate
-        self.model.generate = lambda *call, **options: compute.run(lambda: generate(*call, **options))
+        self.model.generate = lambda *call, **options: cpu_thread.run(lambda: generate(*call, **options))
         self._tokenizer: Any = model.tokenizer
         self._ends = sorted(model.end_tokens)
         self._cache_argument = model.cache_argument

@@ -84,7 +84,9 @@ def main() -> None:
         print(f"\nanswer: {' '.join(graph.get_state(config).values['draft'].split())}")
         for event in ws.tracer.events:
             if isinstance(event, Rebuilt):
-                print(f"rebuilt: {event.num_tokens} tokens of {event.handle} for {event.origin.node!r}: {event.reason}")
+                print(
+                    f"rebuilt: {event.num_tokens} tokens of {event.handle} for {event.call_site.node!r}: {event.reason}"
+                )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from langchain.agents.middleware import ModelRequest, ModelResponse, wrap_model_
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, ToolMessage
 
 from langgraph_latent import LatentWorkspace
-from langgraph_latent.paths import cache_dir
+from langgraph_latent.disk_cache import cache_dir
 
 HUB_ID = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 

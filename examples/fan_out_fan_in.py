@@ -69,11 +69,11 @@ def main() -> None:
         print(f"\n{'node':8} {'tokens read':>11} {'reused':>7}")
         for event in ws.tracer.events:
             if isinstance(event, Prefilled):
-                print(f"{event.origin.node:8} {event.num_tokens:11} {event.cache_read:7}")
+                print(f"{event.call_site.node:8} {event.num_tokens:11} {event.cache_read:7}")
         print("\nedges")
         for event in ws.tracer.events:
             if isinstance(event, Routed):
-                print(f"{event.source:8} -> {event.origin.node:8} {event.route}: {event.reason}")
+                print(f"{event.source:8} -> {event.call_site.node:8} {event.route}: {event.reason}")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def main() -> None:
             if isinstance(event, Routed):
                 route = f"{event.route}: {event.reason}"
             elif isinstance(event, Prefilled):
-                print(f"{event.origin.node:8} {event.num_tokens:11} {event.cache_read:7}  {route}")
+                print(f"{event.call_site.node:8} {event.num_tokens:11} {event.cache_read:7}  {route}")
 
 
 if __name__ == "__main__":

@@ -11,37 +11,37 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from langgraph_latent.channel import LatentChannel
     from langgraph_latent.chat_model import ChatLatent
-    from langgraph_latent.compat import Compatibility, Level, compare
-    from langgraph_latent.compose import Selection, merge
     from langgraph_latent.errors import LatentError
-    from langgraph_latent.handle import KVHandle
+    from langgraph_latent.handle.compose import Selection, merge
+    from langgraph_latent.handle.handle import KVHandle
+    from langgraph_latent.handle.provenance import Repair
     from langgraph_latent.node import LatentNode, LatentState
-    from langgraph_latent.recipe import Repair
-    from langgraph_latent.router import EdgePolicy, EdgeRouter, Route, RouteDecision
-    from langgraph_latent.spec import ModelSpec
+    from langgraph_latent.router.router import EdgePolicy, EdgeRouter, Route, RouteDecision
+    from langgraph_latent.spec.compat import Compatibility, Level, compare
+    from langgraph_latent.spec.spec import ModelSpec
     from langgraph_latent.tracer import LatentTracer
-    from langgraph_latent.workspace import LatentWorkspace
+    from langgraph_latent.workspace.workspace import LatentWorkspace
 
 _HOMES = {
     "ChatLatent": "chat_model",
-    "Compatibility": "compat",
-    "EdgePolicy": "router",
-    "EdgeRouter": "router",
-    "KVHandle": "handle",
+    "Compatibility": "spec.compat",
+    "EdgePolicy": "router.router",
+    "EdgeRouter": "router.router",
+    "KVHandle": "handle.handle",
     "LatentChannel": "channel",
     "LatentError": "errors",
     "LatentNode": "node",
     "LatentState": "node",
     "LatentTracer": "tracer",
-    "LatentWorkspace": "workspace",
-    "Level": "compat",
-    "ModelSpec": "spec",
-    "Repair": "recipe",
-    "Route": "router",
-    "RouteDecision": "router",
-    "Selection": "compose",
-    "compare": "compat",
-    "merge": "compose",
+    "LatentWorkspace": "workspace.workspace",
+    "Level": "spec.compat",
+    "ModelSpec": "spec.spec",
+    "Repair": "handle.provenance",
+    "Route": "router.router",
+    "RouteDecision": "router.router",
+    "Selection": "handle.compose",
+    "compare": "spec.compat",
+    "merge": "handle.compose",
 }
 __version__ = "0.1.0"
 __all__ = [

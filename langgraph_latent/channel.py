@@ -12,9 +12,9 @@ from langgraph.errors import InvalidUpdateError
 from langgraph.types import Overwrite
 from typing_extensions import Self
 
-from langgraph_latent.compose import merge
 from langgraph_latent.errors import ConfigError, HandleError
-from langgraph_latent.handle import KVHandle
+from langgraph_latent.handle.compose import merge
+from langgraph_latent.handle.handle import KVHandle
 
 POLICIES = ("last", "collect", "merge")
 

@@ -26,7 +26,10 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from transformers import StoppingCriteriaList
 
-from langgraph_latent.compose import EVERY_KIND, WHOLE, Selection, behind, composed, merge, own_head, part_of
+from langgraph_latent.engine.loader import ModelKey
+from langgraph_latent.engine.model import ResidentModel
+from langgraph_latent.engine.sampling import Sampling
+from langgraph_latent.engine.scheduler import MAX_BATCH, Limits
 from langgraph_latent.errors import (
     ClosedError,
     ConfigError,
@@ -35,21 +38,30 @@ from langgraph_latent.errors import (
     TemplateError,
     UnsupportedLayerError,
 )
-from langgraph_latent.events import Origin
-from langgraph_latent.handle import TOKEN_BYTES, KVHandle
+from langgraph_latent.event_loop import in_thread, iterate_in_thread
+from langgraph_latent.events import CallSite
+from langgraph_latent.handle.compose import (
+    EVERY_KIND,
+    WHOLE,
+    Selection,
+    behind,
+    composed,
+    merge,
+    part_of,
+    system_prefix_of,
+)
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.provenance import Repair
+from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.scorers import SINKS, WINDOW, budget_spans, check_budget
 from langgraph_latent.messages import answer_chunk, answer_message, plain_message, with_schema
-from langgraph_latent.models.answer import Call, InvalidCall, Part
-from langgraph_latent.models.grammar import Constraint, check_grammars, has_grammars
-from langgraph_latent.models.resident import ModelKey, ResidentModel
-from langgraph_latent.models.sampling import Sampling
-from langgraph_latent.models.scheduler import MAX_ROWS, Limits
-from langgraph_latent.models.template import Framing
-from langgraph_latent.recipe import Repair
-from langgraph_latent.spec import ModelSpec
-from langgraph_latent.threads import in_thread, iterate_in_thread
-from langgraph_latent.turn import Turn
-from langgraph_latent.workspace import LatentWorkspace, Request
+from langgraph_latent.prompt.answer import Call, InvalidCall, Part
+from langgraph_latent.prompt.grammar import Constraint, check_grammars, has_grammars
+from langgraph_latent.prompt.template import TemplateInputs
+from langgraph_latent.spec.spec import ModelSpec
+from langgraph_latent.workspace.delivery import Request
+from langgraph_latent.workspace.generation import Generation
+from langgraph_latent.workspace.workspace import LatentWorkspace
 
 Inherited = KVHandle | AIMessage | Sequence[KVHandle | AIMessage] | None
 Tool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
@@ -208,8 +220,8 @@ class ChatLatent(BaseChatModel):
         self, messages: LanguageModelInput, inherit: Inherited, config: RunnableConfig | None, limits: Limits
     ) -> KVHandle:
         plain = self._convert_input(messages).to_messages()
-        request = self._request(plain, {"inherit": inherit}, _origin(config), reply=False)
-        return Turn(self._loaded_workspace(), self.resident(), request, limits).read()
+        request = self._request(plain, {"inherit": inherit}, _call_site(config), reply=False)
+        return Generation(self._loaded_workspace(), self.resident(), request, limits).read()
 
     def think(
         self,
@@ -258,8 +270,8 @@ class ChatLatent(BaseChatModel):
         if refusal := self.spec.capabilities.refusal("think"):
             raise UnsupportedLayerError(f"{self.model!r} can't take latent steps: {refusal}; use read()")
         plain = self._convert_input(messages).to_messages()
-        request = self._request(plain, {"inherit": inherit}, _origin(config), reply=True)
-        return Turn(self._loaded_workspace(), self.resident(), request, limits).think(steps)
+        request = self._request(plain, {"inherit": inherit}, _call_site(config), reply=True)
+        return Generation(self._loaded_workspace(), self.resident(), request, limits).think(steps)
 
     def compose(
         self,
@@ -306,7 +318,7 @@ class ChatLatent(BaseChatModel):
         for selection in selections:
             selection.check_layers(len(spec.layers))
         if system is None:
-            return behind(own_head(chosen[0]), chosen, selections, repair)
+            return behind(system_prefix_of(chosen[0]), chosen, selections, repair)
         return behind(self._head(system), chosen, selections, repair)
 
     def within_budget(self, handle: KVHandle, num_tokens: int, *, sinks: int = SINKS, window: int = WINDOW) -> KVHandle:
@@ -332,16 +344,16 @@ class ChatLatent(BaseChatModel):
     def _head(self, system: str | SystemMessage) -> KVHandle:
         """The handle of a system prompt alone. Raises `TemplateError` where the template has no such thing."""
         resident = self.resident()
-        framing = Framing((), self.template_options)
+        template_inputs = TemplateInputs((), self.template_options)
         messages = [plain_message(SystemMessage(system) if isinstance(system, str) else system)]
         root = KVHandle.root(resident.spec.identity, self._loaded_workspace().tenant)
-        tokens = resident.prompts.head(messages, framing)
+        tokens = resident.prompts.head(messages, template_inputs)
         if not tokens:
             raise TemplateError(
                 f"the chat template of {self.model!r} does not part a system message from what follows; leave it out"
             )
         size = resident.spec.bytes_per_token
-        return root.extend("system", "", tokens, messages, size, framing=framing.digest)
+        return root.extend("system", "", tokens, messages, size, inputs_digest=template_inputs.digest)
 
     def handle(self, reply: AIMessage) -> KVHandle:
         """The handle of everything up to and with a reply; `LatentWorkspace.handle`."""
@@ -359,7 +371,7 @@ class ChatLatent(BaseChatModel):
 
         Raises `CodecError` for anything damaged, altered or made by another model; then nothing of it was used.
         """
-        return self._loaded_workspace().ingest(source, self.resident(), _origin(None))
+        return self._loaded_workspace().ingest(source, self.resident(), _call_site(None))
 
     def get_token_ids(self, text: str) -> list[int]:
         """The model's own token ids of a text, without special tokens."""
@@ -368,8 +380,8 @@ class ChatLatent(BaseChatModel):
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Any = None) -> int:
         """Number of tokens of messages as the model's own template renders them."""
         plain = [plain_message(message) for message in messages]
-        framing = Framing([convert_to_openai_tool(tool) for tool in tools or ()], self.template_options)
-        return len(self.resident().prompts.write(plain, framing, reply=False).tokens) // TOKEN_BYTES
+        template_inputs = TemplateInputs([convert_to_openai_tool(tool) for tool in tools or ()], self.template_options)
+        return len(self.resident().prompts.write(plain, template_inputs, reply=False).tokens) // TOKEN_BYTES
 
     # -- tools and structured output ------------------------------------------------------------------------------
 
@@ -599,14 +611,14 @@ class ChatLatent(BaseChatModel):
         stop: list[str] | None,
         options: Mapping[str, Any],
         limits: Limits,
-    ) -> tuple[Turn, Iterator[Part]]:
+    ) -> tuple[Generation, Iterator[Part]]:
         """A turn, and the parts of its answer as they come."""
         self._check_names(options)
         sampling = self._sampling(options, stop)
         constraint = self._constraint(options)
         workspace = self._loaded_workspace()
-        request = self._request(messages, options, _origin(None), reply=True)
-        turn = Turn(workspace, workspace.model(self._key), request, limits)
+        request = self._request(messages, options, _call_site(None), reply=True)
+        turn = Generation(workspace, workspace.model(self._key), request, limits)
         criteria = options.get("stopping_criteria")
         return turn, turn.decode(
             sampling,
@@ -656,7 +668,7 @@ class ChatLatent(BaseChatModel):
         return Constraint(chosen)
 
     def _request(
-        self, messages: Sequence[BaseMessage], options: Mapping[str, Any], origin: Origin, *, reply: bool
+        self, messages: Sequence[BaseMessage], options: Mapping[str, Any], call_site: CallSite, *, reply: bool
     ) -> Request:
         plain = [plain_message(message) for message in messages]
         if not any(str(message["content"]).strip() or message.get("tool_calls") for message in plain):
@@ -666,10 +678,10 @@ class ChatLatent(BaseChatModel):
         handles = [
             self.handle(each) if isinstance(each, AIMessage) else each for each in _listed(options.get("inherit"))
         ]
-        framing = Framing(tools, {**self.template_options, **(options.get("template_options") or {})})
-        return Request(told, framing, handles, reply, self.reuse, origin)
+        template_inputs = TemplateInputs(tools, {**self.template_options, **(options.get("template_options") or {})})
+        return Request(told, template_inputs, handles, reply, self.reuse, call_site)
 
-    def _metadata(self, turn: Turn) -> dict[str, Any]:
+    def _metadata(self, turn: Generation) -> dict[str, Any]:
         return {
             "model_name": self.model,
             "model_provider": "langgraph-latent",
@@ -748,10 +760,10 @@ def _side_by_side(config: Any) -> Any:
     """Configs for a batch that is not told how many calls may run at a time."""
     if isinstance(config, Sequence):
         return [_side_by_side(each) for each in config]
-    return {**(config or {}), "max_concurrency": (config or {}).get("max_concurrency") or MAX_ROWS}
+    return {**(config or {}), "max_concurrency": (config or {}).get("max_concurrency") or MAX_BATCH}
 
 
-def _usage(turn: Turn) -> UsageMetadata:
+def _usage(turn: Generation) -> UsageMetadata:
     read, written, thought = turn.num_prompt_tokens, len(turn.sampled), turn.num_reasoning_tokens
     return UsageMetadata(
         input_tokens=read,
@@ -762,10 +774,10 @@ def _usage(turn: Turn) -> UsageMetadata:
     )
 
 
-def _origin(config: RunnableConfig | None) -> Origin:
+def _call_site(config: RunnableConfig | None) -> CallSite:
     """Where in a graph this call happens, from the metadata that LangGraph puts into a run's config."""
     config = ensure_config(config)
     metadata = config.get("metadata") or {}
     run_id = config.get("run_id") or getattr(config.get("callbacks"), "parent_run_id", None)
     thread_id = metadata.get("thread_id") or (config.get("configurable") or {}).get("thread_id")
-    return Origin(str(metadata.get("langgraph_node") or ""), str(thread_id or ""), str(run_id or ""))
+    return CallSite(str(metadata.get("langgraph_node") or ""), str(thread_id or ""), str(run_id or ""))

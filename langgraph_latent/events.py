@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Origin:
+class CallSite:
     """Where in a graph something happened; empty strings outside one."""
 
     node: str = ""
@@ -21,11 +21,11 @@ class Event:
     """Fields that every event has.
 
     `time` is seconds since 1970, taken when the event is made, at the end of what it tells; `duration_s` is wall time.
-    `source` and `origin.node` are the edge's two ends.
+    `source` and `call_site.node` are the edge's two ends.
     """
 
     time: float = field(default_factory=time.time)
-    origin: Origin = field(default_factory=Origin)
+    call_site: CallSite = field(default_factory=CallSite)
     handle: str = ""
     model: str = ""
     source: str = ""
@@ -37,7 +37,7 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """The event as one flat, JSON-ready mapping with its name under `event`."""
         data = asdict(self)
-        return {"time": data.pop("time"), "event": type(self).__name__.lower(), **data.pop("origin"), **data}
+        return {"time": data.pop("time"), "event": type(self).__name__.lower(), **data.pop("call_site"), **data}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +94,14 @@ class Delivered(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Rebuilt(Event):
-    """`num_tokens` tokens of a handle had to be computed again from its recipe, because `reason`."""
+    """`num_tokens` tokens of a handle had to be computed again from its provenance, because `reason`."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composed(Event):
-    """Tokens of a handle's cache were made by a recipe: latent steps, or moved ones.
+    """Tokens of a handle's cache were made by a provenance: latent steps, or moved ones.
 
     Of these `num_repaired` were computed anew.
     """

@@ -19,8 +19,8 @@ from langchain_core.messages import (
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 
 from langgraph_latent.errors import PromptError
-from langgraph_latent.handle import Message
-from langgraph_latent.models.answer import Answer, Call, Part, Reasoning, Text
+from langgraph_latent.handle.handle import Message
+from langgraph_latent.prompt.answer import Answer, Call, Part, Reasoning, Text
 
 ROLES = {
     HumanMessage: "user",

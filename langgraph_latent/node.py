@@ -19,10 +19,10 @@ from typing_extensions import TypedDict
 
 from langgraph_latent.channel import LatentChannel
 from langgraph_latent.chat_model import THINK_STEPS, ChatLatent
-from langgraph_latent.compose import Selection
 from langgraph_latent.errors import ConfigError, PromptError
-from langgraph_latent.handle import KVHandle
-from langgraph_latent.recipe import Repair
+from langgraph_latent.handle.compose import Selection
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.provenance import Repair
 
 MODES = ("read", "think", "decode")
 WAYS = ("append", "compose")

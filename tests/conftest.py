@@ -17,7 +17,7 @@ import torch
 
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.demo.model import demo_model
-from langgraph_latent.paths import cache_dir
+from langgraph_latent.disk_cache import cache_dir
 from langgraph_latent.testing import tiny_model
 
 torch.set_num_threads(1)

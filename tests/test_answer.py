@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from langgraph_latent.models.answer import (
+from langgraph_latent.prompt.answer import (
     REASONING,
     Answer,
     Call,
@@ -22,7 +22,7 @@ from langgraph_latent.models.answer import (
     TemplateReader,
     Text,
 )
-from langgraph_latent.models.shapes import CALL_MARKS, MARKED, SHAPES, shape_of
+from langgraph_latent.prompt.tool_calls import CALL_MARKS, MARKED, TOOL_CALL_FORMATS, format_of
 from langgraph_latent.testing import tiny_tokenizer
 
 Calls = Sequence[tuple[str, dict[str, Any]]]
@@ -31,7 +31,7 @@ TWO: Calls = [("add", {"a": 1, "b": 2}), ("look.up", {"q": 'say "{x}" ünïcode'
 
 
 class Form(NamedTuple):
-    """How one family of models writes calls; `begin` and `end` are those of the row in `SHAPES` that reads it."""
+    """How one family of models writes calls; `begin` and `end` are those of the row in `TOOL_CALL_FORMATS` that reads it."""
 
     begin: str
     end: str
@@ -138,8 +138,10 @@ def called(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_every_shape_has_a_form_here() -> None:
-    assert {form.begin for form in FORMS.values()} == {shape.begin for shape in SHAPES}
-    assert {(form.begin, form.end) for form in FORMS.values()} == {(shape.begin, shape.end) for shape in SHAPES}
+    assert {form.begin for form in FORMS.values()} == {shape.begin for shape in TOOL_CALL_FORMATS}
+    assert {(form.begin, form.end) for form in FORMS.values()} == {
+        (shape.begin, shape.end) for shape in TOOL_CALL_FORMATS
+    }
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
@@ -386,7 +388,7 @@ def test_ids_differ_by_what_was_asked_and_repeat_for_the_same() -> None:
 )
 def test_a_forced_call_is_written_in_the_templates_form_where_that_is_json(told: str, begin: str) -> None:
     before, _, behind = told.partition("it")
-    shape = shape_of(before, behind)
+    shape = format_of(before, behind)
     assert shape.begin == begin
     assert ("parameters" in told) <= (shape.arguments_key == "parameters")
     call = f'{{"name": "add", "{shape.arguments_key}": {{"a": 1}}}}'

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, BertConfig, Phi3Config
 
 from langgraph_latent import ChatLatent, KVHandle, LatentNode, LatentWorkspace
 from langgraph_latent.errors import CodecError, ContextLengthError, HandleError, UnsupportedLayerError
-from langgraph_latent.handle import pack_tokens
+from langgraph_latent.handle.tokens import pack_tokens
 from langgraph_latent.testing import tiny_tokenizer
 
 STORY = "the team that reads the report hands over what it knows to the team that decides. "

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from langgraph_latent import KVHandle, LatentChannel
 from langgraph_latent.errors import ConfigError
-from langgraph_latent.handle import pack_tokens
+from langgraph_latent.handle.tokens import pack_tokens
 
 
 def handle(name: str) -> KVHandle:

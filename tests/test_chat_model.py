@@ -17,10 +17,10 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Sys
 from transformers import MaxLengthCriteria, TextStreamer
 
 from langgraph_latent import ChatLatent, LatentWorkspace
+from langgraph_latent.engine import loader
+from langgraph_latent.engine.scheduler import Row
 from langgraph_latent.events import Decoded, FellBack, Prefilled
 from langgraph_latent.messages import plain_message
-from langgraph_latent.models import resident
-from langgraph_latent.models.scheduler import Row
 
 STORY = "the team that reads the report hands over what it knows to the team that decides. "
 
@@ -144,12 +144,12 @@ def test_greedy_text_is_stock_generates(tiny_chat: ChatLatent, ws: LatentWorkspa
     reply = tiny_chat.invoke(STORY)
     handle = ws.handle(reply)
     read = reply.usage_metadata["input_tokens"]
-    model = resident.acquire(tiny_chat._key)
+    model = loader.acquire(tiny_chat._key)
     try:
         prompt = torch.tensor([handle.token_ids[:read]])
         stock = model.model.generate(prompt, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(prompt))
     finally:
-        resident.release(tiny_chat._key)
+        loader.release(tiny_chat._key)
     assert tuple(stock[0].tolist()) == handle.token_ids
 
 

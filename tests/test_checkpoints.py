@@ -178,7 +178,7 @@ async def test_handle_in_a_checkpoint_serves_a_new_workspace(
                 compiled = graph.compile(checkpointer=saver, interrupt_before=["answerer"])
                 last = await compiled.ainvoke(None if number else {"report": REPORT}, on_thread())
             assert last == state
-            rebuilt = [event.origin.node for event in ws.tracer.events if isinstance(event, Rebuilt)]
+            rebuilt = [event.call_site.node for event in ws.tracer.events if isinstance(event, Rebuilt)]
             assert rebuilt == (["answerer"] if number else [])
             if number:
                 prompt = [HumanMessage(REPORT), HumanMessage(QUESTION)]
@@ -233,7 +233,7 @@ def test_checkpoints_grow_with_the_text_and_not_with_the_tensors(
 def test_messages_of_a_restored_thread_name_handles_that_a_new_workspace_need_not_know(
     tiny_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Field case 46: the id in a message is only a name; the channel's handle carries the recipe."""
+    """Field case 46: the id in a message is only a name; the channel's handle carries the provenance."""
     model = str(tiny_folder("llama"))
     replies = []
     for number in range(2):
@@ -405,4 +405,4 @@ def test_loop_killed_on_the_real_model_is_finished_by_another_process(
         resumed = builder.compile(checkpointer=saver).invoke(None, on_thread())
     assert resumed == undisturbed
     (rebuilt,) = [event for event in ws.tracer.events if isinstance(event, Rebuilt)]
-    assert rebuilt.origin.node == "critic"
+    assert rebuilt.call_site.node == "critic"

@@ -21,7 +21,7 @@ class Blocker:
         if name == "{module}":
             raise ModuleNotFoundError("blocked", name=name)
 sys.meta_path.insert(0, Blocker())
-from langgraph_latent.cli import main
+from langgraph_latent.cli.app import main
 main()
 """
 
@@ -108,7 +108,7 @@ def test_trace_prints_a_line_per_event(tiny_run: tuple[subprocess.CompletedProce
 
 def test_trace_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
-    code = "import sys; from langgraph_latent.cli import _trace; from pathlib import Path\n"
+    code = "import sys; from langgraph_latent.cli.app import _trace; from pathlib import Path\n"
     code += "_trace(Path(sys.argv[1])); assert 'torch' not in sys.modules"
     result = run(tmp_path / "empty.jsonl", code=code)
     assert result.returncode == 0, result.stderr

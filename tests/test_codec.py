@@ -25,13 +25,15 @@ import pytest
 import safetensors.torch
 import torch
 
+from langgraph_latent.engine import loader
+from langgraph_latent.engine.loader import ModelKey
+from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import CodecError, LatentError
-from langgraph_latent.handle import KVHandle, pack_tokens
+from langgraph_latent.handle import KVHandle
+from langgraph_latent.handle.tokens import pack_tokens
 from langgraph_latent.kv import codec
+from langgraph_latent.kv.opaque import copy_layer, plain_of
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.kv.whole import copy_layer, plain_of
-from langgraph_latent.models import resident
-from langgraph_latent.models.resident import ModelKey, ResidentModel
 from langgraph_latent.testing import tiny_tokenizer
 from langgraph_latent.testing.catalogue import catalogue, save_toy
 
@@ -66,7 +68,7 @@ def sample(
         arguments = (kind, dtype, num_tokens, seed)
         if arguments not in made:
             key = ModelKey(str(toy_folder(kind) if kind in WHOLE else tiny_folder(kind, seed=seed)), dtype=dtype)
-            model = resident.acquire(key)
+            model = loader.acquire(key)
             keys.append(key)
             ids = torch.randint(3, 300, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)).tolist()
             with model.empty_state().append() as tail:
@@ -81,7 +83,7 @@ def sample(
 
     yield make
     for key in keys:
-        resident.release(key)
+        loader.release(key)
 
 
 def next_logits(model: ResidentModel, state: KVState) -> torch.Tensor:
@@ -113,20 +115,20 @@ def test_layers_that_are_kept_whole_come_back_bit_for_bit(
 ) -> None:
     """Law 4 for every kind of layer. What is read fills copies: the model's own layers stay as they were."""
     model, handle, state, blob = sample(kind, "float32", num_tokens)
-    assert any(whole is not None for whole in state.wholes)
+    assert any(whole is not None for whole in state.opaque_layers)
     empty = model.empty_state()
-    back = codec.decode(bytearray(blob), model.spec, model.wholes)
+    back = codec.decode(bytearray(blob), model.spec, model.opaque_layers)
     assert back.handle == handle
     assert back.state.equals(state)
     assert back.state.checksum() == state.checksum()
-    for mine, theirs in zip(back.state.wholes, state.wholes, strict=True):
+    for mine, theirs in zip(back.state.opaque_layers, state.opaque_layers, strict=True):
         assert type(mine) is type(theirs)
         assert mine is None or plain_of(mine) == plain_of(theirs)
     assert parts(codec.encode(back.handle, back.state, model.spec)) == parts(blob)
     assert torch.equal(next_logits(model, back.state), next_logits(model, state))
     assert back.state.equals(state)
     assert empty.layers() == model.empty_state().layers() == []
-    assert codec.decode(bytearray(blob), model.spec, model.wholes).state.equals(state)
+    assert codec.decode(bytearray(blob), model.spec, model.opaque_layers).state.equals(state)
 
 
 def test_a_cache_with_entries_that_a_short_text_has_not_comes_back(tmp_path: Path) -> None:
@@ -142,14 +144,14 @@ def test_a_cache_with_entries_that_a_short_text_has_not_comes_back(tmp_path: Pat
     assert any("compressed" in name and part.numel() for name, part in state.parts(0).items())
     handle = KVHandle.root(model.spec.identity).extend("prompt", "reader", pack_tokens(ids), [], 1)
     blob = codec.encode(handle, state, model.spec)
-    assert codec.decode(bytearray(blob), model.spec, model.wholes).state.equals(state)
+    assert codec.decode(bytearray(blob), model.spec, model.opaque_layers).state.equals(state)
 
 
 def test_appending_to_a_whole_layer_that_came_back_leaves_the_blob_as_it_was(sample: Callable[..., Sample]) -> None:
     """Its layers write in place, and what was decoded shares the blob's memory."""
     model, _, state, blob = sample("mamba2")
     own = bytearray(blob)
-    back = codec.decode(own, model.spec, model.wholes)
+    back = codec.decode(own, model.spec, model.opaque_layers)
     next_logits(model, back.state)
     assert bytes(own) == blob
     assert back.state.equals(state)
@@ -442,7 +444,7 @@ def refused(blob: bytes, model: ResidentModel) -> str:
     begin = time.perf_counter()
     try:
         with pytest.raises(CodecError) as caught:
-            codec.decode(own, model.spec, model.wholes)
+            codec.decode(own, model.spec, model.opaque_layers)
         seconds, peak = time.perf_counter() - begin, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -523,16 +525,16 @@ WHOLE_FORGERIES: dict[str, Callable[[Any], object]] = {
 
 def altered(state: KVState, index: int, edit: Callable[[Any], object]) -> KVState:
     """A copy of a state with an edit in one layer that is kept whole."""
-    wholes = [None if whole is None else copy_layer(whole) for whole in state.wholes]
-    edit(wholes[index])
-    return KVState(state.buffer, state.kinds, state.num_tokens, tuple(wholes))
+    opaque_layers = [None if whole is None else copy_layer(whole) for whole in state.opaque_layers]
+    edit(opaque_layers[index])
+    return KVState(state.buffer, state.kinds, state.num_tokens, tuple(opaque_layers))
 
 
 def test_a_forger_who_encodes_a_copy_is_believed(sample: Callable[..., Sample]) -> None:
     """So that the forgeries below are refused for what they change."""
     model, handle, state, _ = sample("zaya")
     blob = codec.encode(handle, altered(state, 1, lambda layer: None), model.spec)
-    assert codec.decode(bytearray(blob), model.spec, model.wholes).state.equals(state)
+    assert codec.decode(bytearray(blob), model.spec, model.opaque_layers).state.equals(state)
 
 
 @pytest.mark.parametrize("name", WHOLE_FORGERIES)
@@ -541,10 +543,10 @@ def test_a_forged_whole_layer_is_refused_at_once_and_without_a_memory_spike(
 ) -> None:
     """Field cases 28 and 29 for layers of other kinds: their fields, names, shapes and dtypes are the model's."""
     model, handle, state, _ = sample("zaya")
-    before = [None if whole is None else plain_of(whole) for whole in model.wholes]
+    before = [None if whole is None else plain_of(whole) for whole in model.opaque_layers]
     blob = codec.encode(handle, altered(state, 1, WHOLE_FORGERIES[name]), model.spec)
     assert len(refused(blob, model)) > 20
-    assert [None if whole is None else plain_of(whole) for whole in model.wholes] == before
+    assert [None if whole is None else plain_of(whole) for whole in model.opaque_layers] == before
 
 
 WHOLE_FILE_FORGERIES: dict[str, Callable[..., object]] = {
@@ -588,7 +590,7 @@ def test_an_empty_tensor_of_an_absurd_shape_is_refused(sample: Callable[..., Sam
     blob = codec.encode(own, altered(state, 1, keys(lambda tensor: tensor[:, :, :0].contiguous())), spec)
     for shape in ([1, 1 << 40, 0, 1 << 40], [1, 1 << 70, 0, 16]):
         with pytest.raises(CodecError):
-            codec.decode(bytearray(forge(blob, shaping(shape))), spec, model.wholes)
+            codec.decode(bytearray(forge(blob, shaping(shape))), spec, model.opaque_layers)
 
 
 def test_a_state_of_fewer_tokens_than_its_manifest_says_is_refused(sample: Callable[..., Sample]) -> None:
@@ -635,10 +637,10 @@ def test_of_200_damaged_blobs_every_one_is_refused_and_the_untouched_one_still_a
             continue  # the flip changed only white space that pads the header
         begin = time.perf_counter()
         with pytest.raises(CodecError):
-            codec.decode(bytearray(bad), model.spec, model.wholes)
+            codec.decode(bytearray(bad), model.spec, model.opaque_layers)
         assert time.perf_counter() - begin < 1.0
     assert process.memory_info().rss - before < 64 << 20
-    back = codec.decode(bytearray(blob), model.spec, model.wholes)
+    back = codec.decode(bytearray(blob), model.spec, model.opaque_layers)
     assert back.handle == handle
     assert torch.allclose(next_logits(model, back.state), want, atol=1e-5, rtol=0)
 

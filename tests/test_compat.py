@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from langgraph_latent.compat import Compatibility, Level, compare
-from langgraph_latent.spec import NO_IDENTITY, Capabilities, LayerSpec, ModelSpec, StateTensor
+from langgraph_latent.spec.compat import Compatibility, Level, compare
+from langgraph_latent.spec.spec import NO_IDENTITY, Capabilities, LayerSpec, ModelSpec, StateTensor
 
 LAYER = LayerSpec("full", 0, 2, 8, 8)
 SPEC = ModelSpec(
@@ -241,8 +241,8 @@ def test_what_the_receiver_can_not_do_is_said_with_the_reason(capability: str, w
 
 REASONS = """
 import dataclasses, json
-from langgraph_latent.compat import compare
-from langgraph_latent.spec import LayerSpec, ModelSpec
+from langgraph_latent.spec.compat import compare
+from langgraph_latent.spec.spec import LayerSpec, ModelSpec
 a = ModelSpec("n", "A", 1, 2, (LayerSpec("full", 0, 2, 8, 8), LayerSpec("sliding", 4, 2, 8, 8)), "", "g", "w", "t", "c",
               ("x:1", "y:2"), "float32", "", "sdpa", 0, 1)
 b = dataclasses.replace(a, layers=(LayerSpec("sliding", 4, 2, 8, 8), LayerSpec("full", 0, 2, 8, 8)), adapters=())

@@ -14,7 +14,7 @@ import torch
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, convert_to_messages
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.graph import START, StateGraph
-from test_whole import REWRITES
+from test_opaque import REWRITES
 from transformers import AutoModelForCausalLM, LogitsProcessor
 from typing_extensions import TypedDict
 
@@ -32,18 +32,18 @@ from langgraph_latent import (
     Selection,
     merge,
 )
-from langgraph_latent.compose import EVERY_KIND, WHOLE, composed, part_of
-from langgraph_latent.delivery import sayable
+from langgraph_latent.engine.model import ResidentModel
+from langgraph_latent.engine.probe import difference
 from langgraph_latent.errors import ContextLengthError, RouteError
 from langgraph_latent.events import Composed, Diverged, Event, Prefilled, Routed
-from langgraph_latent.handle import unpack_tokens
+from langgraph_latent.handle.compose import EVERY_KIND, WHOLE, composed, part_of
+from langgraph_latent.handle.provenance import Composition
+from langgraph_latent.handle.tokens import unpack_tokens
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.models.probe import difference
-from langgraph_latent.models.resident import ResidentModel
-from langgraph_latent.parity import Parity, remember_parity
-from langgraph_latent.recipe import Composition
+from langgraph_latent.router.parity import Parity, remember_parity
 from langgraph_latent.testing.catalogue import save_toy
 from langgraph_latent.testing.tiny import CHATML
+from langgraph_latent.workspace.delivery import transcript
 
 EVERYTHING = Selection(kinds=EVERY_KIND)
 
@@ -105,7 +105,7 @@ def text_run(chat: ChatLatent, *messages: BaseMessage, **options: Any) -> str:
         return str(plain.invoke(list(messages), **options).text)
 
 
-def read_anew(chat: ChatLatent, names: str = "ab") -> str:
+def re_read(chat: ChatLatent, names: str = "ab") -> str:
     return text_run(chat, SYSTEM, *(HumanMessage(NOTES[name]) for name in names), HumanMessage(QUESTION))
 
 
@@ -140,8 +140,8 @@ def block_truth(
     seen = torch.ones(n, n).tril().bool()
     at = 0
     for segment in handle.segments:
-        if isinstance(segment.recipe, Composition):
-            for block in segment.recipe.blocks:
+        if isinstance(segment.provenance, Composition):
+            for block in segment.provenance.blocks:
                 assert block.begin >= 0
                 seen[at : at + block.num_tokens, :at] = False
                 at += block.num_tokens
@@ -210,13 +210,13 @@ def test_all_of_it_repaired_is_a_full_pass(
         reply = chat.invoke(QUESTION, inherit=handle)
         assert route(reply) == ("text", 4, "not_movable")
         assert refusal in reply.response_metadata["kv_route"]["reason"]
-        assert reply.text == read_anew(chat, names)
+        assert reply.text == re_read(chat, names)
         return
     truth = full(model, [*handle.token_ids, *WRITTEN], len(WRITTEN))
     assert difference(truth, behind(model, ws.state_of(handle, model), WRITTEN)) <= TOLERANCE
     reply = chat.invoke(QUESTION, inherit=handle)
     assert route(reply)[:2] == ("cache", 0)
-    assert reply.text == read_anew(chat, names)
+    assert reply.text == re_read(chat, names)
     unrepaired = merge(notes(chat, names))
     assert difference(truth, behind(model, ws.state_of(unrepaired, model), WRITTEN)) > 1e-3
 
@@ -231,9 +231,9 @@ def test_a_repair_rewrites_as_many_tokens_as_its_ratio_says_and_leaves_the_other
     handles = notes(chat, "abc")
     plain, repaired = merge(handles), merge(handles, repair=Repair(0.25, strategy))
     before, after = ws.state_of(plain, model), ws.state_of(repaired, model)
-    recipe = repaired.segments[-1].recipe
-    assert isinstance(recipe, Composition)
-    sizes = [block.num_tokens for block in recipe.blocks]
+    provenance = repaired.segments[-1].provenance
+    assert isinstance(provenance, Composition)
+    sizes = [block.num_tokens for block in provenance.blocks]
     first = plain.num_plain
     (made,) = [event for event in events(ws, Composed) if event.handle == repaired.id]
     num_wanted = sum(-(-size // 4) for size in sizes) if strategy == "boundary" else -(-sum(sizes) // 4)
@@ -309,7 +309,7 @@ def test_a_weight_is_what_its_logarithm_in_the_mask_is(
         one_by_one = torch.stack([model.prefill([token], tail) for token in WRITTEN])
     assert difference(got, one_by_one) <= TOLERANCE
     with ws.state_of(handle, model).append() as tail, ws.state_of(plain, model).append() as other:
-        both = model.run_rows([(WRITTEN, tail), (WRITTEN[:2], other)])
+        both = model.run_packed([(WRITTEN, tail), (WRITTEN[:2], other)])
     assert difference(got[-1], both[0]) <= TOLERANCE
     assert difference(behind(model, ws.state_of(plain, model), WRITTEN)[1], both[1]) <= TOLERANCE
 
@@ -409,8 +409,8 @@ def test_a_model_that_cannot_move_refuses_with_a_reason_and_reads_anew(
         reply = chat.invoke(QUESTION, inherit=inherit)
         assert route(reply) == ("text", 4, "not_movable")
         assert capabilities.refusal("move") in reply.response_metadata["kv_route"]["reason"]
-        assert reply.text == read_anew(chat)
-    assert chat.invoke(QUESTION, inherit=handles).text == read_anew(chat)
+        assert reply.text == re_read(chat)
+    assert chat.invoke(QUESTION, inherit=handles).text == re_read(chat)
     assert not events(ws, Composed)
     strict = EdgePolicy(allow=frozenset({Level.MOVED}))
     ws.router.policies["*", "*"] = strict
@@ -440,7 +440,7 @@ def test_the_policy_of_every_block_that_is_moved_counts(
     ws.router.policies["abc"[position], ""] = policy
     reply = chat.invoke(QUESTION, inherit=merge(handles) if how == "merged" else handles)
     assert route(reply)[:2] == ("text", 4)
-    assert reply.text == read_anew(chat, "abc")
+    assert reply.text == re_read(chat, "abc")
     assert not events(ws, Composed)
 
 
@@ -449,7 +449,7 @@ def test_a_judge_reads_anew(chat: ChatLatent, ws: LatentWorkspace) -> None:
     for inherit in (merge(notes(chat)), notes(chat)):
         reply = chat.invoke(QUESTION, inherit=inherit)
         assert route(reply)[:2] == ("text", 4)
-        assert reply.text == read_anew(chat)
+        assert reply.text == re_read(chat)
 
 
 def test_a_longer_context_than_the_policy_takes_counts_what_was_merged(chat: ChatLatent, ws: LatentWorkspace) -> None:
@@ -471,7 +471,7 @@ def test_the_policys_repair_is_made_where_the_receiver_merges(chat: ChatLatent, 
     handles = notes(chat)
     reply = chat.invoke(QUESTION, inherit=handles)
     assert route(reply)[:2] == ("cache", 0)
-    assert reply.text == read_anew(chat)
+    assert reply.text == re_read(chat)
     (made,) = events(ws, Composed)
     assert made.num_repaired == made.num_tokens
 
@@ -503,7 +503,7 @@ def test_composing_behind_the_same_system_prompt_is_appending(chat: ChatLatent, 
     assert chat.compose(a, system=SYSTEM) is a
     reply = chat.invoke(QUESTION, inherit=chat.compose(a, system=SYSTEM))
     assert route(reply)[:2] == ("cache", 0)
-    assert reply.text == read_anew(chat, "a")
+    assert reply.text == re_read(chat, "a")
     with LatentWorkspace() as other:
         again = chat_of(lambda _: chat.model, "llama", other)
         (plain,) = notes(again, "a")
@@ -513,7 +513,7 @@ def test_composing_behind_the_same_system_prompt_is_appending(chat: ChatLatent, 
 
 
 def test_a_plain_prompt_never_meets_a_composed_cache_of_the_same_tokens(chat: ChatLatent, ws: LatentWorkspace) -> None:
-    plain_answer = read_anew(chat)
+    plain_answer = re_read(chat)
     messages = [SYSTEM, *(HumanMessage(NOTES[name]) for name in "ab"), HumanMessage(QUESTION)]
     merged = merge(notes(chat))
     first = chat.invoke(QUESTION, inherit=merged)
@@ -551,13 +551,13 @@ def going_on(ws: LatentWorkspace, chat: ChatLatent, handle: KVHandle) -> tuple[s
     return reply.text, behind(chat.resident(), ws.state_of(handle, chat.resident()), WRITTEN)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("provenance", RECIPES)
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_laws_3_and_4_a_composed_handle_gives_the_same_answers_wherever_it_goes(
-    name: str, recipe: str, folder: Callable[[str], str], ws: LatentWorkspace
+    name: str, provenance: str, folder: Callable[[str], str], ws: LatentWorkspace
 ) -> None:
     chat = chat_of(folder, name, ws)
-    handle = RECIPES[recipe](chat, notes(chat, "abc"))
+    handle = RECIPES[provenance](chat, notes(chat, "abc"))
     text, logits = going_on(ws, chat, handle)
     blob = chat.export_kv_cache(handle) or b""
     ws.evict(handle)
@@ -645,12 +645,12 @@ def test_latent_steps_are_taken_only_where_the_edge_takes_them_and_they_lose_not
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     thought = chat.think([SYSTEM, HumanMessage(NOTES["a"])], steps=3)
     assert [span.kind for span in thought.spans][-1] == "latent"
-    expected = read_anew(chat, "a")
+    expected = re_read(chat, "a")
     refused = chat.invoke(QUESTION, inherit=thought)
-    assert (route(refused), refused.text) == (("text", 4, "no_thoughts"), expected)
+    assert (route(refused), refused.text) == (("text", 4, "no_latent_steps"), expected)
     ws.router.policies["*", "*"] = THINKING
     unmeasured = chat.invoke(QUESTION, inherit=thought)
-    assert (route(unmeasured), unmeasured.text) == (("text", 4, "no_thoughts"), expected)
+    assert (route(unmeasured), unmeasured.text) == (("text", 4, "no_latent_steps"), expected)
     assert "never measured" in events(ws, Routed)[-1].reason
     remember_parity(chat.spec.identity, Parity(5, 3, -0.2, -0.3, -0.1))
     assert "lose" in chat.invoke(QUESTION, inherit=thought).response_metadata["kv_route"]["reason"]
@@ -663,7 +663,7 @@ def test_latent_steps_are_taken_only_where_the_edge_takes_them_and_they_lose_not
     merged = merge([*notes(chat, "b"), thought])
     moved = chat.invoke(QUESTION, inherit=merged)
     assert route(moved)[:2] == ("cache", 1)
-    assert [event.code for event in events(ws, Routed)][:3] == ["no_thoughts"] * 3
+    assert [event.code for event in events(ws, Routed)][:3] == ["no_latent_steps"] * 3
 
 
 def test_thinking_no_steps_is_reading(chat: ChatLatent, ws: LatentWorkspace) -> None:
@@ -703,14 +703,14 @@ def test_a_fan_in_merges_through_a_checkpoint(folder: Callable[[str], str], tmp_
             if not answers:
                 graph.invoke({}, config)
                 kept = graph.get_state(config).values["latent"]
-                assert kept.lineage
+                assert kept.provenance_digest
                 assert [span.source for span in kept.spans if span.kind == "prompt"] == ["a", "b", "c"]
                 before = graph.get_state(config).config
             state = graph.invoke(None, before)
             answers.append(state["answer"])
             (routed,) = events(ws, Routed)
-            assert (routed.level, routed.code, routed.origin.node) == (1, "composed", "answer")
-            made = [event for event in events(ws, Composed) if event.origin.node == "answer"]
+            assert (routed.level, routed.code, routed.call_site.node) == (1, "composed", "answer")
+            made = [event for event in events(ws, Composed) if event.call_site.node == "answer"]
             assert len(made) == 1
     assert answers[0] == answers[1]
 
@@ -786,10 +786,10 @@ def test_a_composed_cache_that_a_template_leaves_behind_its_blocks_is_no_part_of
     template = REWRITES.replace("not loop.last", "not loop.last and loop.length > 5")
     chat = ChatLatent(model=str(tiny_folder("llama", template=template)), workspace=ws, max_tokens=8)
     answered = chat.handle(chat.invoke(QUESTION, inherit=merge(notes(chat))))
-    assert answered.lineage
+    assert answered.provenance_digest
     reply = chat.invoke("and who reads it?", inherit=answered)
     assert route(reply) == ("text", 4, "diverged")
-    assert not chat.handle(reply).lineage
+    assert not chat.handle(reply).provenance_digest
     messages = convert_to_messages(list(answered.messages))
     assert reply.text == text_run(chat, *messages, HumanMessage("and who reads it?"))
     again = chat.invoke([*messages, HumanMessage("and who reads it?")])
@@ -809,9 +809,9 @@ def test_a_moved_thought_is_closed_before_the_next_question(chat: ChatLatent, ws
 def test_only_what_stands_for_a_thought_is_left_out_of_a_text(chat: ChatLatent) -> None:
     thought = chat.think([HumanMessage(NOTES["a"])], steps=2)
     assert [message["role"] for message in thought.messages] == ["user", "assistant"]
-    assert [message["role"] for message in sayable(thought)] == ["user"]
+    assert [message["role"] for message in transcript(thought)] == ["user"]
     silent = chat.read([HumanMessage("a"), AIMessage(""), HumanMessage("b")])
-    assert sayable(silent) == silent.messages
+    assert transcript(silent) == silent.messages
 
 
 def test_a_thought_that_is_longer_than_the_model_takes_is_refused_before_it_is_read(
@@ -867,8 +867,8 @@ def test_a_composed_cache_is_read_anew_where_what_comes_behind_it_can_not_be_joi
     ws.router.policies["c", ""] = policy
     reply = chat.invoke(QUESTION, inherit=[merge([a, b]), c])
     assert route(reply)[:2] == ("text", 4)
-    assert reply.text == read_anew(chat, "abc")
-    assert not chat.handle(reply).lineage
+    assert reply.text == re_read(chat, "abc")
+    assert not chat.handle(reply).provenance_digest
 
 
 def test_a_thought_that_comes_second_is_left_out_of_the_text(folder: Callable[[str], str]) -> None:
@@ -876,7 +876,7 @@ def test_a_thought_that_comes_second_is_left_out_of_the_text(folder: Callable[[s
         chat = chat_of(folder, "llama", ws)
         thought = chat.think([SYSTEM, HumanMessage(NOTES["b"])], steps=3)
         reply = chat.invoke(QUESTION, inherit=[notes(chat, "a")[0], thought])
-        assert reply.text == read_anew(chat, "ab")
+        assert reply.text == re_read(chat, "ab")
 
 
 def test_a_budget_of_a_cache_that_was_ingested_past_its_window(

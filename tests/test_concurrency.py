@@ -21,8 +21,8 @@ from typing_extensions import TypedDict
 
 from langgraph_latent import ChatLatent, KVHandle, LatentChannel, LatentNode, LatentWorkspace
 from langgraph_latent.errors import ClosedError, QueueFullError, RequestTimeoutError
+from langgraph_latent.event_loop import MAX_THREADS
 from langgraph_latent.events import Decoded
-from langgraph_latent.threads import MAX_THREADS
 
 STORY = "the team that reads the report hands over what it knows to the team that decides. "
 POISON = "~~"
@@ -350,16 +350,16 @@ def test_a_full_queue_refuses_at_once_or_waits_as_often_as_it_may(tiny_chat: Cha
     assert limited.invoke("accepted").text == alone(tiny_chat, "accepted")
 
 
-@pytest.mark.parametrize("max_rows", [1, 2])
-def test_more_requests_than_fit_into_a_call_all_end(max_rows: int, tiny_chat: ChatLatent, spy: Spy) -> None:
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_more_requests_than_fit_into_a_call_all_end(max_batch: int, tiny_chat: ChatLatent, spy: Spy) -> None:
     prompts = [f"number {n}" for n in range(5)]
-    spy.scheduler.max_rows = max_rows
+    spy.scheduler.max_batch = max_batch
     try:
         replies = together([lambda prompt=prompt: tiny_chat.invoke(prompt).text for prompt in prompts])
     finally:
-        spy.scheduler.max_rows = 16
+        spy.scheduler.max_batch = 16
     assert replies == [alone(tiny_chat, prompt) for prompt in prompts]
-    assert max(spy.rows) == max_rows
+    assert max(spy.rows) == max_batch
 
 
 # -- event loops, and stopping -------------------------------------------------------------------------------------

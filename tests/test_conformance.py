@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from langgraph_latent.models import probe
-from langgraph_latent.models.resident import ResidentModel
+from langgraph_latent.engine import probe
+from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.testing import tiny_tokenizer
 from langgraph_latent.testing.catalogue import LEFT_OUT, catalogue
 from langgraph_latent.testing.conformance import PROPERTIES, Row, conform, conform_toy

@@ -15,10 +15,10 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from transformers import LogitsProcessor
 
 from langgraph_latent import ChatLatent, KVHandle, LatentWorkspace
+from langgraph_latent.engine import attention
+from langgraph_latent.engine.scheduler import Row
 from langgraph_latent.events import Diverged
-from langgraph_latent.handle import pack_tokens
-from langgraph_latent.models import attention
-from langgraph_latent.models.scheduler import Row
+from langgraph_latent.handle.tokens import pack_tokens
 
 KINDS = ("llama", "mistral", "gpt2", "qwen3", "smollm2")
 TOLERANCE = 1e-4
@@ -87,9 +87,9 @@ def test_a_fan_out_is_exact_and_each_branch_sees_the_shared_context_only(chat: C
 def test_branches_that_read_their_shared_context_once_are_exact(
     num_strangers: int, tiny_folder: Callable[..., Path], ws: LatentWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attend, seen = attention._attend_siblings, list[int]()
+    attend, seen = attention._attend_shared_prefix, list[int]()
     monkeypatch.setattr(attention, "MIN_SHARED", 2)
-    monkeypatch.setattr(attention, "_attend_siblings", lambda *call: (seen.append(len(call[1])), attend(*call))[1])
+    monkeypatch.setattr(attention, "_attend_shared_prefix", lambda *call: (seen.append(len(call[1])), attend(*call))[1])
     chat = ChatLatent(model=str(tiny_folder("llama")), workspace=ws)
     begins = [tuple(range(3, 33))] * 3 + [tuple(range(50, 80))] * num_strangers
     states = {}

@@ -20,9 +20,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from langgraph_latent.compat import Level, compare
 from langgraph_latent.errors import ModelLoadError
-from langgraph_latent.folder import (
+from langgraph_latent.kv.state import layer_kinds
+from langgraph_latent.spec import digest
+from langgraph_latent.spec.compat import Level, compare
+from langgraph_latent.spec.digest import bfloat16_bits, digests
+from langgraph_latent.spec.folder import (
     DEFAULTS,
     IN_OTHER_FIELDS,
     _plain,
@@ -33,9 +36,6 @@ from langgraph_latent.folder import (
     text_config,
     tokenizer_digest,
 )
-from langgraph_latent.kv.state import layer_kinds
-from langgraph_latent.models import digest
-from langgraph_latent.models.digest import bfloat16_bits, digests
 
 SMALL = {
     "hidden_size": 32,
@@ -671,7 +671,7 @@ def test_what_the_files_prove_impossible_is_refused(saved: Callable[[str], tuple
 
 def test_no_torch_is_imported_on_the_way(base: Path) -> None:
     code = (
-        "import sys\nfrom langgraph_latent.folder import folder_spec\nfolder_spec(sys.argv[1])\n"
+        "import sys\nfrom langgraph_latent.spec.folder import folder_spec\nfolder_spec(sys.argv[1])\n"
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(base)], capture_output=True, text=True, timeout=60)

@@ -22,9 +22,9 @@ from typing_extensions import TypedDict
 
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.errors import ConfigError, MissingExtraError
-from langgraph_latent.models.answer import MarkReader
-from langgraph_latent.models.grammar import Constraint, GrammarCompiler, has_grammars
-from langgraph_latent.models.shapes import BARE, SHAPES
+from langgraph_latent.prompt.answer import MarkReader
+from langgraph_latent.prompt.grammar import Constraint, GrammarCompiler, has_grammars
+from langgraph_latent.prompt.tool_calls import BARE, TOOL_CALL_FORMATS
 from langgraph_latent.testing import CHATML, tiny_tokenizer
 
 
@@ -146,7 +146,7 @@ def test_json_is_written_in_one_way_so_that_no_model_loops_in_blanks(text: str) 
 
 
 @pytest.mark.parametrize(
-    "shape", [each for each in SHAPES if each.arguments_key], ids=lambda each: each.begin or "bare"
+    "shape", [each for each in TOOL_CALL_FORMATS if each.arguments_key], ids=lambda each: each.begin or "bare"
 )
 def test_a_call_is_written_in_the_templates_shape_and_read_back(shape: Any) -> None:
     tools = [tool_of(SCHEMAS["integer"][0], "größe"), tool_of(SCHEMAS["nothing"][0], "g")]
@@ -462,7 +462,7 @@ def test_tools_beside_a_schema_give_a_call_or_an_answer(chat_of: Callable[..., C
 
 
 def test_tools_beside_a_schema_are_all_that_is_allowed() -> None:
-    shape = next(each for each in SHAPES if each.begin == "<tool_call>")
+    shape = next(each for each in TOOL_CALL_FORMATS if each.begin == "<tool_call>")
     constraint = Constraint([tool_of(of(a={"type": "integer"}), "add")], of(x=SHORT))
     for text, fits in (
         (call_text("add", {"a": 1}), True),

@@ -24,14 +24,9 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from langgraph_latent.errors import HandleError, LatentError
-from langgraph_latent.handle import (
-    KVHandle,
-    Segment,
-    common_tokens,
-    pack_tokens,
-    unpack_tokens,
-)
-from langgraph_latent.recipe import Thought
+from langgraph_latent.handle import KVHandle, Segment
+from langgraph_latent.handle.provenance import LatentSteps
+from langgraph_latent.handle.tokens import common_tokens, pack_tokens, unpack_tokens
 
 MODEL = "5f" * 16
 SERDE = JsonPlusSerializer(allowed_msgpack_modules=[("langgraph_latent.handle", "KVHandle")])
@@ -52,8 +47,8 @@ def handle_of(*rows: tuple[str, str, list[int], list[dict[str, Any]]], tenant: s
     """A handle grown segment by segment."""
     handle = KVHandle.root(MODEL, tenant)
     for kind, source, ids, messages in rows:
-        recipe = Thought(len(ids)) if kind == "latent" else None
-        handle = handle.extend(kind, source, pack_tokens(ids), messages, bytes_per_token=100, recipe=recipe)
+        provenance = LatentSteps(len(ids)) if kind == "latent" else None
+        handle = handle.extend(kind, source, pack_tokens(ids), messages, bytes_per_token=100, provenance=provenance)
     return handle
 
 
@@ -128,10 +123,10 @@ def test_a_handle_does_not_change_with_the_messages_it_was_made_from() -> None:
 
 def test_a_framing_is_part_of_the_id_and_is_not_taken_for_tokens() -> None:
     root = KVHandle.root("m")
-    plain, framed = (root.extend("prompt", "n", pack_tokens([5]), [], framing=name) for name in ("", "f00d"))
+    plain, framed = (root.extend("prompt", "n", pack_tokens([5]), [], inputs_digest=name) for name in ("", "f00d"))
     assert plain.id != framed.id
     assert KVHandle.from_dict(framed.to_dict()) == framed
-    shifted = root.extend("prompt", "n", pack_tokens([7]), [], framing="\x05\0\0\0")
+    shifted = root.extend("prompt", "n", pack_tokens([7]), [], inputs_digest="\x05\0\0\0")
     assert shifted.id != root.extend("prompt", "n", pack_tokens([5, 7]), []).id
 
 

@@ -15,7 +15,7 @@ import torch
 
 from langgraph_latent import ChatLatent, LatentWorkspace, Selection, importance
 from langgraph_latent.errors import ConfigError, UnsupportedLayerError
-from langgraph_latent.importance import PASSAGES, Passage, best_layers, effect_kept, layer_importance
+from langgraph_latent.evaluation.importance import PASSAGES, Passage, best_layers, effect_kept, layer_importance
 
 TEXTS = (
     Passage("the team reads the report that it knows", "what the team knows", "the report"),
@@ -138,7 +138,7 @@ def test_nothing_is_left_in_the_workspace(tiny_chat: ChatLatent) -> None:
     layer_importance(tiny_chat, TEXTS)
     assert tiny_chat.workspace is not None
     info = tiny_chat.workspace.size_info()
-    assert (info.pool.num_entries, info.num_recipes) == (0, 0)
+    assert (info.pool.num_entries, info.num_handles) == (0, 0)
 
 
 @pytest.mark.timeout(600)
@@ -198,7 +198,7 @@ def test_other_texts_models_and_versions_are_measured_anew(
 @pytest.mark.parametrize("known", [[], [1.0], "high", [1.0, math.nan, 1.0], [1.0, None, 2.0], {"0": 1}])
 def test_what_is_no_measurement_is_not_believed(tiny_chat: ChatLatent, known: Any) -> None:
     scores = layer_importance(tiny_chat, TEXTS)
-    file = importance.Memory(importance.FILE)
+    file = importance.DiskCache(importance.FILE)
     for key in file._all():
         file.remember(key, known)
     assert layer_importance(tiny_chat, TEXTS) == scores

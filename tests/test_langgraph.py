@@ -55,7 +55,7 @@ def assert_greedy(chat: ChatLatent, handle: KVHandle) -> None:
 
 def events(ws: LatentWorkspace, kind: type[Event], node: str | None = None) -> list[Any]:
     """The events of one kind, in one node or in all."""
-    return [e for e in ws.tracer.events if isinstance(e, kind) and (node is None or e.origin.node == node)]
+    return [e for e in ws.tracer.events if isinstance(e, kind) and (node is None or e.call_site.node == node)]
 
 
 def reader(chat: ChatLatent) -> LatentNode:

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from langgraph_latent import ChatLatent, LatentWorkspace, compare
-from langgraph_latent.compat import Level
 from langgraph_latent.errors import ModelMismatchError
+from langgraph_latent.spec.compat import Level
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
 pytestmark = [  # raised by PEFT for what this file does on purpose, and inside it

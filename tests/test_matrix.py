@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from langgraph_latent import cli
-from langgraph_latent.compat import Level, compare
+from langgraph_latent.cli import app as cli
 from langgraph_latent.demo.view import terminal
+from langgraph_latent.engine import loader
+from langgraph_latent.engine.loader import num_resident
 from langgraph_latent.errors import UnsupportedLayerError
-from langgraph_latent.matrix import MEANINGS, Matrix, reason, to_dict, to_html, to_terminal
-from langgraph_latent.models import resident
-from langgraph_latent.models.resident import num_resident
-from langgraph_latent.spec import Capabilities, LayerSpec, ModelSpec
+from langgraph_latent.spec.compat import Level, compare
+from langgraph_latent.spec.matrix import MEANINGS, Matrix, reason, to_dict, to_html, to_terminal
+from langgraph_latent.spec.spec import Capabilities, LayerSpec, ModelSpec
 
 SPEC = ModelSpec(
     name="/models/base",
@@ -54,7 +54,7 @@ class Blocker:
         if name.partition(".")[0] in ("torch", "transformers", "safetensors"):
             raise AssertionError(f"{name} is imported")
 sys.meta_path.insert(0, Blocker())
-from langgraph_latent.cli import main
+from langgraph_latent.cli.app import main
 main()
 """
 
@@ -410,7 +410,7 @@ def test_probe_of_a_refused_model_is_one_line_and_exit_code_1(
     def acquire(key: object) -> None:
         raise UnsupportedLayerError("no cache\nof a known kind")
 
-    monkeypatch.setattr(resident, "acquire", acquire)
+    monkeypatch.setattr(loader, "acquire", acquire)
     code, text, error = probe("any")
     assert (code, error) == (1, "error: no cache of a known kind\n")
     assert "Traceback" not in text

@@ -14,7 +14,7 @@ import torch
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
 from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace, Repair
-from langgraph_latent.cli import _measure
+from langgraph_latent.cli.app import _measure
 from langgraph_latent.errors import (
     ConfigError,
     ContextLengthError,
@@ -23,9 +23,8 @@ from langgraph_latent.errors import (
     TemplateError,
     UnsupportedLayerError,
 )
-from langgraph_latent.handle import unpack_tokens
-from langgraph_latent.measure import HANDED_OVER, SYSTEM, TOLD, Setup, measure_model, measure_tasks
-from langgraph_latent.metrics import (
+from langgraph_latent.evaluation.measure import HANDED_OVER, SYSTEM, TOLD, Setup, measure_model, measure_tasks
+from langgraph_latent.evaluation.metrics import (
     Fidelity,
     Score,
     Task,
@@ -40,7 +39,8 @@ from langgraph_latent.metrics import (
     rouge_l,
     score,
 )
-from langgraph_latent.parity import Parity, parity_refusal, remember_parity
+from langgraph_latent.handle.tokens import unpack_tokens
+from langgraph_latent.router.parity import Parity, parity_refusal, remember_parity
 
 CONTEXT = "At 04:10 the cold store in hall 3 lost power. Anna called the team."
 QUESTION = "Who called the team?"
@@ -393,21 +393,26 @@ def test_thoughts_pass_where_a_measurement_says_that_they_lose_nothing(tiny_fold
     with LatentWorkspace(memory="2GiB", router=router) as ws:
         chat = ChatLatent(model=str(tiny_folder("llama")), workspace=ws)
         handle, identity = chat.think([HumanMessage(CONTEXT)], steps=3), chat.spec.identity
-        assert code_of(chat, handle) == "no_thoughts"
+        assert code_of(chat, handle) == "no_latent_steps"
         assert "measure_parity" in parity_refusal(identity, 3)
-        for gain, code in ((-0.1, "no_thoughts"), (0.0, "same_model"), (0.1, "same_model"), (-0.1, "no_thoughts")):
+        for gain, code in (
+            (-0.1, "no_latent_steps"),
+            (0.0, "same_model"),
+            (0.1, "same_model"),
+            (-0.1, "no_latent_steps"),
+        ):
             remember_parity(identity, Parity(5, 3, gain, gain - 1, gain + 1))
             assert code_of(chat, handle) == code, gain
         assert "lose against reading: -0.100" in parity_refusal(identity, 3)
         found = measure_parity(chat, TASKS, 3)
-        assert code_of(chat, handle) == ("same_model" if found.gain >= 0 else "no_thoughts")
+        assert code_of(chat, handle) == ("same_model" if found.gain >= 0 else "no_latent_steps")
         assert code_of(chat, chat.read([HumanMessage(CONTEXT)])) == "same_model"
 
 
 @pytest.mark.usefixtures("own_memory")
 def test_thoughts_do_not_pass_where_the_policy_does_not_take_them(tiny_chat: ChatLatent) -> None:
     remember_parity(tiny_chat.spec.identity, Parity(5, 3, 1.0, 0.5, 1.5))
-    assert code_of(tiny_chat, tiny_chat.think([HumanMessage(CONTEXT)], steps=3)) == "no_thoughts"
+    assert code_of(tiny_chat, tiny_chat.think([HumanMessage(CONTEXT)], steps=3)) == "no_latent_steps"
 
 
 @pytest.mark.usefixtures("own_memory")

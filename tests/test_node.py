@@ -52,7 +52,7 @@ def assert_greedy(chat: ChatLatent, handle: KVHandle) -> None:
 
 def events(ws: LatentWorkspace, kind: type[Event], node: str) -> list[Any]:
     """The events of one kind that happened in one node."""
-    return [event for event in ws.tracer.events if isinstance(event, kind) and event.origin.node == node]
+    return [event for event in ws.tracer.events if isinstance(event, kind) and event.call_site.node == node]
 
 
 def chain(reader: Any, answerer: Any, schema: type = State) -> StateGraph:
@@ -142,7 +142,7 @@ def test_conversation_in_latent_state_reads_only_the_new_turn(tiny_chat: ChatLat
         prefilled = events(ws, Prefilled, "chat")[-1]
         assert (prefilled.cache_read > 0) is (number > 0)
         assert prefilled.num_tokens < 30
-        assert prefilled.origin.thread_id == "1"
+        assert prefilled.call_site.thread_id == "1"
     said = [message.text for message in graph.get_state(config).values["messages"]]
     assert said == [message["content"] for message in state["latent"].messages]
     assert len(said) == 6
@@ -197,8 +197,8 @@ def test_events_name_node_thread_and_run(tiny_chat: ChatLatent, ws: LatentWorksp
     graph.invoke({"report": REPORT}, {"configurable": {"thread_id": "t-1"}})
     for kind, node in [(Prefilled, "reader"), (Produced, "reader"), (Routed, "answerer"), (Decoded, "answerer")]:
         (event,) = events(ws, kind, node)
-        assert event.origin.thread_id == "t-1"
-        assert event.origin.run_id
+        assert event.call_site.thread_id == "t-1"
+        assert event.call_site.run_id
 
 
 def test_one_node_object_may_serve_under_two_names(tiny_chat: ChatLatent) -> None:

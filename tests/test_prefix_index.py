@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from langgraph_latent.handle import pack_tokens
+from langgraph_latent.handle.tokens import pack_tokens
 from langgraph_latent.pool.prefix import Node, PrefixIndex
 
 Key = tuple[int, ...]

@@ -20,12 +20,13 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from langgraph_latent import ChatLatent
+from langgraph_latent.engine import model as model_module
+from langgraph_latent.engine import probe as probe_module
+from langgraph_latent.engine.loader import ModelKey, acquire, release
+from langgraph_latent.engine.model import PROBE_MEMORY, ResidentModel
+from langgraph_latent.engine.probe import Findings, unprobed
 from langgraph_latent.errors import UnsupportedLayerError
 from langgraph_latent.kv.rope import RotationSpec
-from langgraph_latent.models import probe as probe_module
-from langgraph_latent.models import resident
-from langgraph_latent.models.probe import Findings, unprobed
-from langgraph_latent.models.resident import PROBE_MEMORY, ModelKey, ResidentModel, acquire, release
 from langgraph_latent.testing import tiny_model, tiny_tokenizer
 from langgraph_latent.testing.catalogue import catalogue, save_toy
 
@@ -317,9 +318,9 @@ def test_a_wide_window_of_a_layer_that_is_kept_whole_is_made_narrow_too(load: Lo
     model = load(fine)
     assert {kind.window for kind in model.kinds} == {0, 3000}
     with probe_module.narrowed(model, {3000}):
-        widths = {getattr(whole, "sliding_window", None) for whole in model.empty_state().wholes}
+        widths = {getattr(whole, "sliding_window", None) for whole in model.empty_state().opaque_layers}
     assert widths == {None, probe_module.NARROW}
-    assert {getattr(whole, "sliding_window", None) for whole in model.empty_state().wholes} == {None, 3000}
+    assert {getattr(whole, "sliding_window", None) for whole in model.empty_state().opaque_layers} == {None, 3000}
 
 
 def test_a_model_that_ignores_position_ids_loses_batch(load: Load) -> None:
@@ -467,14 +468,14 @@ def test_findings_are_believed_for_the_same_model_only(load: Load, monkeypatch: 
     eager.set_attn_implementation("eager")
     assert calls_of(load, eager) > NUM_CALLS_REMEMBERED
     assert calls_of(load, toy()) == NUM_CALLS_REMEMBERED
-    monkeypatch.setattr(resident, "VERSION", probe_module.VERSION + 1)
+    monkeypatch.setattr(model_module, "VERSION", probe_module.VERSION + 1)
     assert calls_of(load, toy()) == NUM_CALLS
 
 
 CHILD = """
 import sys
 from transformers import LlamaForCausalLM
-from langgraph_latent.models.resident import ModelKey, acquire
+from langgraph_latent.engine.loader import ModelKey, acquire
 calls = 0
 forward = LlamaForCausalLM.forward
 def counted(*args, **kwargs):

@@ -11,8 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from langgraph_latent.errors import TemplateError
-from langgraph_latent.handle import KVHandle, Message, pack_tokens, unpack_tokens
-from langgraph_latent.models.prompt import Detokenizer, PromptWriter
+from langgraph_latent.handle import KVHandle
+from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.tokens import pack_tokens, unpack_tokens
+from langgraph_latent.prompt.prompt import Detokenizer, PromptWriter
 from langgraph_latent.testing import CHATML, tiny_tokenizer
 
 ALTERNATING = (

@@ -13,13 +13,13 @@ import pytest
 from langchain_core.messages import HumanMessage
 
 from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace
-from langgraph_latent.compat import Compatibility, Difference, Level
 from langgraph_latent.errors import ConfigError, RouteError, TenantError
 from langgraph_latent.events import Delivered, FellBack, Moved, Prefilled, Rebuilt, Routed
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.models.template import Framing
-from langgraph_latent.rates import MIN_TOKENS, Cost, RateMeter, Rates
-from langgraph_latent.router import MARGIN, WAYS, Explanation, Facts, Route, RouteDecision, choose, choose_way
+from langgraph_latent.prompt.template import TemplateInputs
+from langgraph_latent.router.rates import MIN_TOKENS, Cost, RateMeter, Rates
+from langgraph_latent.router.router import MARGIN, WAYS, Explanation, Facts, Route, RouteDecision, choose, choose_way
+from langgraph_latent.spec.compat import Compatibility, Difference, Level
 from langgraph_latent.testing import CHATML
 
 EXACT = Compatibility(Level.EXACT)
@@ -589,7 +589,7 @@ def test_an_evicted_handle_written_under_other_tools_is_read_anew_where_that_is_
     assert handle.num_tokens > 2 * told
     ws.evict(handle)
     measured(ws, chat, Rates(1000.0, 1e9))
-    explained = ws.explain(handle, chat, framing=Framing()).decision
+    explained = ws.explain(handle, chat, template_inputs=TemplateInputs()).decision
     again = chat.invoke("who?", inherit=handle)
     assert routed(again) == ("text", 4, "cheaper")
     assert explained is not None

@@ -18,12 +18,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from langgraph_latent import ChatLatent, LatentWorkspace
+from langgraph_latent.engine import loader
+from langgraph_latent.engine.model import ResidentModel
+from langgraph_latent.engine.scheduler import Limits, Row, Scheduler
 from langgraph_latent.errors import QueueFullError, RequestTimeoutError
 from langgraph_latent.kv.buffer import LayerStore
-from langgraph_latent.models import resident
-from langgraph_latent.models.digest import weights_digest
-from langgraph_latent.models.resident import ResidentModel
-from langgraph_latent.models.scheduler import Limits, Row, Scheduler
+from langgraph_latent.spec.digest import weights_digest
 
 KINDS = ["llama", "mistral", "qwen3", "gpt2"]
 POISON = 666
@@ -75,9 +75,9 @@ class Model:
 class Requests:
     """A scheduler over a `Model`, and requests on it that each have a thread."""
 
-    def __init__(self, max_rows: int = 16) -> None:
+    def __init__(self, max_batch: int = 16) -> None:
         self.model = Model()
-        self.scheduler = Scheduler(self.model, max_rows)
+        self.scheduler = Scheduler(self.model, max_batch)
         self._threads = ThreadPoolExecutor(32)
 
     def hold(self) -> Any:
@@ -89,13 +89,13 @@ class Requests:
         return held
 
     def begin(self, *steps: list[int], tail: Any = None, limits: Limits | None = None) -> Any:
-        """A future of the last logits of a request that feeds `steps`; its lane is there when this returns."""
-        lane = self.scheduler.lane(limits)
-        return self._threads.submit(self._feed, lane, steps, tail or Tail())
+        """A future of the last logits of a request that feeds `steps`; its slot is there when this returns."""
+        slot = self.scheduler.slot(limits)
+        return self._threads.submit(self._feed, slot, steps, tail or Tail())
 
-    def _feed(self, lane: Any, steps: Sequence[list[int]], tail: Any) -> float:
-        with lane:
-            return [float(lane.feed(ids, tail)) for ids in steps][-1]
+    def _feed(self, slot: Any, steps: Sequence[list[int]], tail: Any) -> float:
+        with slot:
+            return [float(slot.feed(ids, tail)) for ids in steps][-1]
 
     def wait_for(self, num_waiting: int) -> None:
         eventually(lambda: len(self.scheduler._waiting) == num_waiting)
@@ -123,7 +123,7 @@ def requests() -> Iterator[Requests]:
 @pytest.fixture
 def pairs() -> Iterator[Requests]:
     """Requests on a model that takes two rows in a call."""
-    made = Requests(max_rows=2)
+    made = Requests(max_batch=2)
     yield made
     made.close()
 
@@ -143,10 +143,10 @@ def test_requests_that_come_while_the_model_is_busy_share_its_next_call(requests
 def test_the_oldest_requests_go_first_where_a_call_takes_two(pairs: Requests) -> None:
     """In whatever order they come to the model."""
     held = pairs.hold()
-    lanes = [pairs.scheduler.lane() for _ in range(5)]
+    slots = [pairs.scheduler.slot() for _ in range(5)]
     futures = []
     for number in (3, 0, 4, 2, 1):
-        futures.append(pairs._threads.submit(pairs._feed, lanes[number], [[number + 1]], Tail()))
+        futures.append(pairs._threads.submit(pairs._feed, slots[number], [[number + 1]], Tail()))
         pairs.wait_for(len(futures))
     pairs.model.go.set()
     assert [future.result(60) for future in (held, *futures)] == [0, 4, 1, 5, 3, 2]
@@ -165,9 +165,9 @@ def test_a_call_waits_a_little_for_whoever_has_just_got_a_token(requests: Reques
     requests.model.seconds = 0.1
 
     def decode() -> None:
-        with requests.scheduler.lane() as lane:
+        with requests.scheduler.slot() as slot:
             for number in range(10):
-                lane.feed([number], Tail())
+                slot.feed([number], Tail())
                 time.sleep(0.002)
 
     for future in [requests._threads.submit(decode) for _ in range(2)]:
@@ -176,7 +176,7 @@ def test_a_call_waits_a_little_for_whoever_has_just_got_a_token(requests: Reques
 
 
 def test_a_request_that_does_not_come_back_holds_nobody_up(requests: Requests) -> None:
-    with requests.scheduler.lane() as stalled:
+    with requests.scheduler.slot() as stalled:
         stalled.feed([1], Tail())
         stalled.feed([2], Tail())
         assert requests.begin([3], [4]).result(60) == 4
@@ -184,11 +184,11 @@ def test_a_request_that_does_not_come_back_holds_nobody_up(requests: Requests) -
 
 
 def test_a_prompt_is_fed_in_smaller_parts_beside_others(requests: Requests) -> None:
-    with requests.scheduler.lane() as lane:
-        alone = lane.chunk_tokens
-        with requests.scheduler.lane():
-            assert 1 < lane.chunk_tokens < alone
-        assert lane.chunk_tokens == alone
+    with requests.scheduler.slot() as slot:
+        alone = slot.chunk_tokens
+        with requests.scheduler.slot():
+            assert 1 < slot.chunk_tokens < alone
+        assert slot.chunk_tokens == alone
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ def test_an_error_does_not_keep_its_tail_alive(requests: Requests) -> None:
     try:
         tail = Tail()
         gone = weakref.ref(tail)
-        with requests.scheduler.lane() as lane, pytest.raises(ValueError, match="poison") as caught:
-            lane.feed([POISON], tail)
+        with requests.scheduler.slot() as slot, pytest.raises(ValueError, match="poison") as caught:
+            slot.feed([POISON], tail)
         del tail, caught
         assert gone() is None
     finally:
@@ -251,9 +251,9 @@ def test_an_interrupt_before_the_call_begins_leaves_the_model_free(
 
     monkeypatch.setattr(requests.scheduler, "_run_steps", interrupted)
     requests.model.go.set()
-    with requests.scheduler.lane() as lane:
+    with requests.scheduler.slot() as slot:
         with pytest.raises(KeyboardInterrupt):
-            lane.feed([1], Tail())
+            slot.feed([1], Tail())
         assert requests.begin([2]).result(60) == 2
 
 
@@ -273,10 +273,10 @@ def test_whoever_is_interrupted_while_another_runs_its_step_waits_for_the_end_of
         scheduler._conclude(other)
 
     leader = threading.Thread(target=lead)
-    with scheduler.lane() as lane:
+    with scheduler.slot() as slot:
         leader.start()
         with pytest.raises(KeyboardInterrupt):
-            lane.feed([1], tail)
+            slot.feed([1], tail)
         order.append("left")
     leader.join(60)
     assert order == ["run", "left"]
@@ -303,14 +303,14 @@ def test_a_request_whose_time_is_over_leaves_while_the_model_is_still_busy(reque
 def test_a_full_queue_refuses_and_harms_nobody(requests: Requests) -> None:
     held = requests.hold()
     with pytest.raises(QueueFullError, match="1 requests are under way on this model and max_queue is 1"):
-        requests.scheduler.lane(Limits(max_queue=1))
+        requests.scheduler.slot(Limits(max_queue=1))
     second = requests.begin([1], limits=Limits(max_queue=2))
     requests.model.go.set()
     assert (held.result(60), second.result(60)) == (0, 1)
 
 
 def test_retries_wait_for_room(requests: Requests) -> None:
-    with requests.scheduler.lane():
+    with requests.scheduler.slot():
         waiting = requests._threads.submit(requests.begin, [1], limits=Limits(max_queue=1, max_retries=60))
         time.sleep(0.05)
         assert not waiting.done()
@@ -318,8 +318,8 @@ def test_retries_wait_for_room(requests: Requests) -> None:
 
 
 def test_waiting_for_room_counts_as_time(requests: Requests) -> None:
-    with requests.scheduler.lane(), pytest.raises(RequestTimeoutError):
-        requests.scheduler.lane(Limits(max_queue=1, max_retries=60, timeout=0.01))
+    with requests.scheduler.slot(), pytest.raises(RequestTimeoutError):
+        requests.scheduler.slot(Limits(max_queue=1, max_retries=60, timeout=0.01))
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("model", KINDS, indirect=True)
 def test_rows_over_different_caches_give_the_logits_and_caches_that_they_give_alone(model: ResidentModel) -> None:
     """Forks of one prefix, an unrelated cache and none; one token, a few, and more than a sliding window of 24."""
-    assert model.scheduler.max_rows > 1
+    assert model.scheduler.max_batch > 1
     with model.empty_state().append() as tail:
         model.forward([Row(some_ids(40), tail)])
         prefix = tail.seal()
@@ -395,8 +395,8 @@ def test_concurrent_prompts_in_parts_give_the_logits_of_one_call(model: Resident
     prompts = [some_ids(size, seed=size) for size in (3, 150, 300, 20, 129, 128)]
 
     def logits(ids: list[int]) -> torch.Tensor:
-        with model.empty_state().append() as tail, model.scheduler.lane() as lane:
-            return model.prefill(ids, tail, lane)
+        with model.empty_state().append() as tail, model.scheduler.slot() as slot:
+            return model.prefill(ids, tail, slot)
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         together = list(threads.map(logits, prompts))
@@ -413,8 +413,8 @@ def test_a_model_that_takes_no_rows_runs_them_one_after_another(
     stock.set_attn_implementation("eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     eager = ResidentModel(stock, tokenizer, str(folder), weights_digest(folder))
-    assert eager.scheduler.max_rows == 1
-    monkeypatch.setattr(resident, "_load", lambda *_: eager)
+    assert eager.scheduler.max_batch == 1
+    monkeypatch.setattr(loader, "_load", lambda *_: eager)
     chat = ChatLatent(model=str(folder), workspace=ws, max_tokens=8)
     assert chat.resident() is eager
     prompts = [f"number {number}" for number in range(6)]
@@ -443,20 +443,20 @@ def test_memory_that_runs_out_for_rows_leaves_the_caches_that_were_forked(
     news = [[5, 6], [7]]
     with prefix.append() as first, prefix.append() as second:
         expected = [model.forward([Row(new, tail)]) for new, tail in zip(news, (first, second), strict=True)]
-    with prefix.append() as first, prefix.append() as second, model.scheduler.lane() as lane:
+    with prefix.append() as first, prefix.append() as second, model.scheduler.slot() as slot:
         steps = [Row(new, tail) for new, tail in zip(news, (first, second), strict=True)]
         monkeypatch.setattr(LayerStore, "_grow", grow_later)
-        logits = fed_at_once(model.scheduler, lane, steps)
+        logits = fed_at_once(model.scheduler, slot, steps)
     assert failed
     assert_close(torch.stack(logits), torch.cat(expected))
     assert whole.checksum() == before
 
 
-def fed_at_once(scheduler: Scheduler, lane: Any, rows: Sequence[Row]) -> list[torch.Tensor]:
+def fed_at_once(scheduler: Scheduler, slot: Any, rows: Sequence[Row]) -> list[torch.Tensor]:
     """The logits of rows that are in one call for certain."""
     scheduler._leader = object()
     with ThreadPoolExecutor(len(rows)) as threads:
-        futures = [threads.submit(lane.feed, *row) for row in rows]
+        futures = [threads.submit(slot.feed, *row) for row in rows]
         eventually(lambda: len(scheduler._waiting) == len(rows))
         with scheduler._changed:
             scheduler._leader = None

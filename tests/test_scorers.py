@@ -13,9 +13,9 @@ from langchain_core.messages import HumanMessage, SystemMessage
 
 from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, LatentWorkspace, Level, Selection
 from langgraph_latent.errors import ConfigError, HandleError, ModelMismatchError, UnsupportedLayerError
-from langgraph_latent.importance import PASSAGES, Passage
+from langgraph_latent.evaluation.importance import PASSAGES, Passage
 from langgraph_latent.kv import scorers
-from langgraph_latent.kv.compose import Piece, moved_behind
+from langgraph_latent.kv.move import Piece, moved_after
 from langgraph_latent.kv.scorers import budget_spans, key_norm
 from langgraph_latent.kv.state import KVState, LayerKind
 
@@ -165,7 +165,7 @@ def test_its_cache_is_that_of_its_tokens_moved_together(moving: ChatLatent) -> N
     small = moving.within_budget(whole, 50)
     state = ws.state_of(whole, model)
     piece = Piece(state, torch.tensor(tokens_in(budget_spans(state, 50))))
-    expected = moved_behind(model.empty_state(), [piece], model.rotations)
+    expected = moved_after(model.empty_state(), [piece], model.rotations)
     for mine, theirs in zip(ws.state_of(small, model).layers(), expected.layers(), strict=True):
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
@@ -232,7 +232,7 @@ def loss_of_budget(chat: ChatLatent, passage: Passage, scorer: Any) -> float:
 
     spans = budget_spans(state, handle.num_tokens * 3 // 4, scorer)
     piece = Piece(state, torch.tensor(tokens_in(spans)))
-    whole, kept = predictions(state), predictions(moved_behind(model.empty_state(), [piece], model.rotations))
+    whole, kept = predictions(state), predictions(moved_after(model.empty_state(), [piece], model.rotations))
     return float((whole.exp() * (whole - kept)).sum(-1).mean())
 
 

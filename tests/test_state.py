@@ -71,7 +71,7 @@ def test_a_layer_that_is_not_attention_over_tokens_is_kept_whole(config: PreTrai
         [tokens(5) if kind.has_tokens else layer for kind, layer in zip(known, empty_layers(config), strict=True)],
         5,
     )
-    assert [whole is None for whole in state.wholes] == [kind.has_tokens for kind in known]
+    assert [whole is None for whole in state.opaque_layers] == [kind.has_tokens for kind in known]
     assert [length for length in range(7) if state.can_crop(length)] == [5]
     with pytest.raises(ValueError, match="5 tokens can't be cropped to 4"):
         state.crop(4)

@@ -14,9 +14,10 @@ from tokenizers import processors
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.errors import TemplateError
 from langgraph_latent.events import Reworded
-from langgraph_latent.handle import Message, unpack_tokens
-from langgraph_latent.models.prompt import PromptWriter
-from langgraph_latent.models.template import PLAIN, ChatTemplate, Framing, _merge_roles
+from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.tokens import unpack_tokens
+from langgraph_latent.prompt.prompt import PromptWriter
+from langgraph_latent.prompt.template import PLAIN, ChatTemplate, TemplateInputs, _merge_roles
 from langgraph_latent.testing import CHATML, tiny_tokenizer
 
 END = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -239,19 +240,19 @@ def test_every_word_is_told_or_the_conversation_is_refused(name: str, conversati
     """Field cases 1, 3, 4, 8: no template drops tools, calls, results or a system message in silence."""
     messages, has_tools = CONVERSATIONS[conversation]
     before = json.dumps(messages)
-    framing = Framing([TOOL] if has_tools else [])
+    template_inputs = TemplateInputs([TOOL] if has_tools else [])
     if (name, conversation) in REFUSED:
         with pytest.raises(TemplateError, match="alternate"):
-            template(name).render(messages, framing, reply=True)
+            template(name).render(messages, template_inputs, reply=True)
         return
-    text = template(name).render(messages, framing, reply=True)
+    text = template(name).render(messages, template_inputs, reply=True)
     missing = {word for word in words(messages, has_tools) if word not in text}
     assert not missing, text
     assert json.dumps(messages) == before, "the caller's messages"
     order = [text.rindex(each["content"]) for each in messages if each["role"] != "system" and each["content"]]
     assert order == sorted(order)
     if conversation in CHANGES:
-        assert template(name).adapt(messages, framing.tools).changes == CHANGES[conversation].get(name, ())
+        assert template(name).adapt(messages, template_inputs.tools).changes == CHANGES[conversation].get(name, ())
 
 
 def test_what_is_merged_is_told_whole() -> None:
@@ -291,27 +292,29 @@ def test_what_a_template_can_say_is_left_untouched(name: str) -> None:
     assert adapted.messages == messages
     own = tiny_tokenizer(TEMPLATES[name]).apply_chat_template(messages, tools=tools or None, tokenize=False)
     assert (
-        template(name).render(CONVERSATIONS["call, then on"][0][name == "mistral" :], Framing(tools), reply=False)
+        template(name).render(
+            CONVERSATIONS["call, then on"][0][name == "mistral" :], TemplateInputs(tools), reply=False
+        )
         == own
     )
 
 
 def test_arguments_are_json_even_where_a_template_prints_them() -> None:
     """A dict printed by Jinja is Python: True for true, single quotes."""
-    text = template("first call").render([user(), ai("", OTHER)], Framing(), reply=False)
+    text = template("first call").render([user(), ai("", OTHER)], TemplateInputs(), reply=False)
     assert '{"name": "othername", "arguments": {"otherkey": [1, true]}}' in text
 
 
 def test_reasoning_reaches_a_template_that_asks_for_it() -> None:
     thought = {**ai("", CALL), "reasoning_content": "thoughttext"}
     during = [user(), thought, result("resulttext", CALL[2])]
-    assert "<think>\nthoughttext\n</think>" in template("qwen3").render(during, Framing(), reply=True)
-    assert "thoughttext" not in template("qwen3").render([*during, ai(), user("q2")], Framing(), reply=True)
+    assert "<think>\nthoughttext\n</think>" in template("qwen3").render(during, TemplateInputs(), reply=True)
+    assert "thoughttext" not in template("qwen3").render([*during, ai(), user("q2")], TemplateInputs(), reply=True)
 
 
 def test_template_options_reach_the_template() -> None:
-    off = template("qwen3").render([user()], Framing(options={"enable_thinking": False}), reply=True)
-    on = template("qwen3").render([user()], Framing(options={"enable_thinking": True}), reply=True)
+    off = template("qwen3").render([user()], TemplateInputs(options={"enable_thinking": False}), reply=True)
+    on = template("qwen3").render([user()], TemplateInputs(options={"enable_thinking": True}), reply=True)
     assert off == on + "<think>\n\n</think>\n\n"
 
 
@@ -329,7 +332,7 @@ def test_a_template_without_any_form_for_a_conversation_refuses_it_by_name() -> 
     with pytest.raises(
         TemplateError, match=r"'gemma' refuses these messages \(roles: assistant, user\): .*must alternate"
     ):
-        template("gemma").render([ai(), user()], Framing(), reply=True)
+        template("gemma").render([ai(), user()], TemplateInputs(), reply=True)
 
 
 # -- in a chat model -------------------------------------------------------------------------------------------------

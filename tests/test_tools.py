@@ -22,9 +22,10 @@ from typing_extensions import TypedDict
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.errors import ConfigError, TemplateError
 from langgraph_latent.events import Diverged
-from langgraph_latent.handle import KVHandle, unpack_tokens
-from langgraph_latent.models.prompt import PromptWriter
-from langgraph_latent.models.template import Framing
+from langgraph_latent.handle import KVHandle
+from langgraph_latent.handle.tokens import unpack_tokens
+from langgraph_latent.prompt.prompt import PromptWriter
+from langgraph_latent.prompt.template import TemplateInputs
 from langgraph_latent.testing import tiny_tokenizer
 
 THINKS = QWEN3.replace(END, END.replace("assistant\n", "assistant\n<think>\n"))
@@ -362,15 +363,18 @@ def test_a_prompt_behind_a_handle_is_the_prompt_of_all_messages(name: str, conve
     messages, has_tools = CONVERSATIONS[conversation]
     if (name, conversation) in REFUSED:
         return
-    writer, framing = PromptWriter(tiny_tokenizer(TEMPLATES[name]), name), Framing([TOOL] if has_tools else [])
-    whole = writer.write(messages, framing, reply=True).tokens
+    writer, template_inputs = (
+        PromptWriter(tiny_tokenizer(TEMPLATES[name]), name),
+        TemplateInputs([TOOL] if has_tools else []),
+    )
+    whole = writer.write(messages, template_inputs, reply=True).tokens
     for length in range(1, len(messages)):
         try:
-            tokens = writer.write(messages[:length], framing, reply=False).tokens
+            tokens = writer.write(messages[:length], template_inputs, reply=False).tokens
         except TemplateError:  # what the template refuses has no handle
             continue
         handle = KVHandle.root("model").extend("prompt", "node", tokens, messages[:length], 1)
-        prompt = writer.extend(handle, messages[length:], framing, reply=True)
+        prompt = writer.extend(handle, messages[length:], template_inputs, reply=True)
         assert prompt.tokens == whole
         assert prompt.tokens.startswith(handle.tokens[: prompt.num_inherited * 4])
 

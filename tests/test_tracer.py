@@ -11,10 +11,10 @@ import pytest
 
 from langgraph_latent import events
 from langgraph_latent.errors import ConfigError
-from langgraph_latent.events import Decoded, Delivered, Event, Evicted, Origin, Prefilled, Produced, Routed
+from langgraph_latent.events import CallSite, Decoded, Delivered, Event, Evicted, Prefilled, Produced, Routed
 from langgraph_latent.tracer import LatentTracer
 
-ORIGIN = Origin("router", "thread-1", "run-1")
+CALL_SITE = CallSite("router", "thread-1", "run-1")
 KINDS = [kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Event)]
 
 
@@ -24,7 +24,7 @@ def lines_of(path: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_event_is_frozen_and_one_flat_mapping_that_json_takes(kind: type[Event]) -> None:
-    event = kind(origin=ORIGIN, handle="kv-1", model="m", source="reader", num_tokens=3, nbytes=4, duration_s=0.5)
+    event = kind(call_site=CALL_SITE, handle="kv-1", model="m", source="reader", num_tokens=3, nbytes=4, duration_s=0.5)
     plain = event.to_dict()
     assert plain["event"] == kind.__name__.lower()
     assert (plain["node"], plain["thread_id"], plain["run_id"]) == ("router", "thread-1", "run-1")
@@ -40,8 +40,10 @@ def test_a_trace_is_one_json_line_per_event_in_order(tmp_path: Path) -> None:
     """Field case 67: every hand-over, drop and fall-back is in the log, with both ends of its edge."""
     path = tmp_path / "run.jsonl"
     tracer = LatentTracer(path)
-    tracer.emit(Produced(origin=ORIGIN, handle="kv-1", shape=(1, 2, 5, 8), num_layers=3, dtype="float32", nbytes=10))
-    tracer.emit(Evicted(origin=ORIGIN, handle="kv-1", reason="budget \N{LEFTWARDS ARROW}\nasked"))
+    tracer.emit(
+        Produced(call_site=CALL_SITE, handle="kv-1", shape=(1, 2, 5, 8), num_layers=3, dtype="float32", nbytes=10)
+    )
+    tracer.emit(Evicted(call_site=CALL_SITE, handle="kv-1", reason="budget \N{LEFTWARDS ARROW}\nasked"))
     first, second = lines_of(path)
     assert (first["event"], second["event"]) == ("produced", "evicted")
     assert (first["shape"], first["dtype"], first["num_layers"], first["nbytes"]) == ([1, 2, 5, 8], "float32", 3, 10)

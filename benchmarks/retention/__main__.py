@@ -24,8 +24,8 @@ from benchmarks.retention.page import Outcome
 from benchmarks.retention.trial import Size, Trial, open_workspace
 from langgraph_latent import ChatLatent
 from langgraph_latent.demo.model import demo_model
+from langgraph_latent.disk_cache import cache_dir
 from langgraph_latent.errors import LatentError
-from langgraph_latent.paths import cache_dir
 
 LARGER = "qwen2.5-coder-0.5b-instruct"
 """The second model, measured where its folder is among the user's models."""

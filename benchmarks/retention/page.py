@@ -160,7 +160,7 @@ def _section(outcome: Outcome) -> str:
             f"## {facts['model']}",
             "",
             f"{machine_line(facts)}; load at the start {facts['load_at_start']}. {size.docs} documents, "
-            f"{size.summaries} of them summarised. Layers: the most important ones (`langgraph_latent.importance`).",
+            f"{size.summaries} of them summarised. Layers: the most important ones (`langgraph_latent.evaluation.importance`).",
             "",
             *_markdown_table(["", "measured", "goal", ""], goal_lines(outcome)),
             "",

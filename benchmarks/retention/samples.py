@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from langgraph_latent.metrics import entropy, kl
+from langgraph_latent.evaluation.metrics import entropy, kl
 
 NUM_DRAWS = 2000
 

@@ -25,12 +25,13 @@ from benchmarks.retention.ways import (
     ways_of_several,
 )
 from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace, Level
-from langgraph_latent.handle import TOKEN_BYTES, Message, unpack_tokens
-from langgraph_latent.importance import layer_importance
+from langgraph_latent.engine.model import ResidentModel
+from langgraph_latent.engine.scheduler import MAX_BATCH
+from langgraph_latent.evaluation.importance import layer_importance
+from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.provenance import Block, Composition
+from langgraph_latent.handle.tokens import TOKEN_BYTES, unpack_tokens
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.models.resident import ResidentModel
-from langgraph_latent.models.scheduler import MAX_ROWS
-from langgraph_latent.recipe import Block, Composition
 
 RECEIVER = "You answer questions about what you were told. Answer in one short sentence."
 SENDER = "You work in an archive. Read what comes in and keep its facts for your colleagues."
@@ -100,7 +101,7 @@ class Trial:
         drawn = list(cases(self.size.docs))
         documents = [document for case in drawn for document in case.documents][: self.size.docs]
         groups = min(len(drawn), self.size.groups)
-        num_batches = -(-min(self.size.summaries, len(documents)) // MAX_ROWS)
+        num_batches = -(-min(self.size.summaries, len(documents)) // MAX_BATCH)
         self.ticker.expect(len(documents) + groups + num_batches * len(SUMMARY_TOKENS))
         summaries = self._summaries(documents[: self.size.summaries])
         self._warm_up(drawn[0].documents[0])
@@ -204,9 +205,9 @@ class Trial:
     def _summaries(self, documents: Sequence[Document]) -> dict[int, dict[int, Told]]:
         """Summaries of documents by index and number of tokens; as many as share a model call are decoded together."""
         found: dict[int, dict[int, Told]] = {index: {} for index in range(len(documents))}
-        for begin in range(0, len(documents), MAX_ROWS):
+        for begin in range(0, len(documents), MAX_BATCH):
             with self.workspace.scope():
-                self._summarise(begin, documents[begin : begin + MAX_ROWS], found)
+                self._summarise(begin, documents[begin : begin + MAX_BATCH], found)
         return found
 
     def _summarise(self, first: int, documents: Sequence[Document], found: dict[int, dict[int, Told]]) -> None:
@@ -275,8 +276,8 @@ class Trial:
 
 def _blocks(handle: KVHandle) -> Iterator[Block]:
     for segment in handle.segments:
-        if isinstance(segment.recipe, Composition):
-            yield from segment.recipe.blocks
+        if isinstance(segment.provenance, Composition):
+            yield from segment.provenance.blocks
 
 
 def _system(text: str) -> Message:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from langgraph_latent import ChatLatent, KVHandle, Repair, Selection
-from langgraph_latent.importance import best_layers
+from langgraph_latent.evaluation.importance import best_layers
 
 RATIOS = (0.05, 0.15, 0.3, 1.0)
 LAYER_SHARES = (0.75, 0.5, 0.25)

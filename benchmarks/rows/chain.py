@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks.bench import QUESTIONS, Bench, assistant, user
 from benchmarks.harness import Result, Side, at_most, interleave, ratio
-from langgraph_latent.handle import Message
+from langgraph_latent.handle.handle import Message
 
 GOALS = {2: at_most(0.40), 3: at_most(0.30), 4: at_most(0.25)}
 CONTEXT = 1024

@@ -8,14 +8,14 @@ from functools import partial
 from benchmarks.bench import Bench, NoEnd
 from benchmarks.harness import Figure, Mismatch, Result, Side, at_least, at_most, interleave, ratio
 from benchmarks.memory import PeakMemory
-from langgraph_latent.handle import pack_tokens, unpack_tokens
+from langgraph_latent.engine.sampling import Sampler, Sampling
+from langgraph_latent.handle.tokens import pack_tokens, unpack_tokens
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.models.sampling import Sampler, Sampling
 
 GOALS = {256: at_least(1.0), 1024: at_least(1.05, aim=1.1), 4096: at_least(1.1, aim=1.2)}
 WRITTEN = 32
 NO_COPY = at_most(0.25)
-"""Memory that decoding takes over the cache's own bytes; a second copy of the cache would be 1."""
+"""DiskCache that decoding takes over the cache's own bytes; a second copy of the cache would be 1."""
 
 
 class Case:

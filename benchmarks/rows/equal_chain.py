@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks.bench import QUESTIONS, Answer, Bench, assistant, user
 from benchmarks.harness import Result, Side, at_most, interleave, ratio
-from langgraph_latent.handle import Message
+from langgraph_latent.handle.handle import Message
 
 CONTEXT = 1024
 WRITTEN = 16

@@ -13,8 +13,8 @@ import torch
 from benchmarks.bench import Bench
 from benchmarks.harness import Figure, Result, interleave, measured
 from langgraph_latent import KVHandle
-from langgraph_latent.events import Origin
-from langgraph_latent.handle import TOKEN_BYTES
+from langgraph_latent.events import CallSite
+from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.state import tensor_bytes
 
 CONTEXT = 1024
@@ -32,7 +32,7 @@ def run(bench: Bench) -> Result:
         name: [] for name in ("to bytes", "from bytes", "to file", "from file", "SHA-256 and finiteness alone")
     }
     with bench.workspace.scope(), tempfile.TemporaryDirectory() as folder:
-        bench.workspace.keep(handle, state, Origin())
+        bench.workspace.keep(handle, state, CallSite())
 
         def ours(number: int) -> float:
             return _round_trip(bench, handle, Path(folder) / "cache", parts)

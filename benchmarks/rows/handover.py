@@ -12,12 +12,13 @@ from transformers import DynamicCache
 
 from benchmarks.bench import QUESTIONS, Bench, user
 from benchmarks.harness import Figure, Result, Side, at_most, interleave, ratio
-from langgraph_latent.events import Origin
-from langgraph_latent.handle import TOKEN_BYTES, KVHandle
+from langgraph_latent.events import CallSite
+from langgraph_latent.handle import KVHandle
+from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.models.template import PLAIN
 from langgraph_latent.pool.pool import CachePool
-from langgraph_latent.workspace import Request
+from langgraph_latent.prompt.template import PLAIN
+from langgraph_latent.workspace.delivery import Request
 
 LENGTHS = (128, 1024, 8192)
 ADDED = 64
@@ -54,7 +55,7 @@ class Case:
         return self._put_and_take(handle, begin)
 
     def whole(self) -> float:
-        """The sender read all tokens itself. Its handle was made before the prefill, as in `Turn`."""
+        """The sender read all tokens itself. Its handle was made before the prefill, as in `Generation`."""
         handle = self._root.extend("prompt", "reader", self._tokens, self._messages, 1)
         return self._put_and_take(handle, time.perf_counter())
 
@@ -79,8 +80,8 @@ class Case:
         handle = self._root.extend("prompt", "reader", self._tokens, self._messages, 1)
         with workspace.scope():
             begin = time.perf_counter()
-            workspace.keep(handle, self._state, Origin())
-            delivery = workspace.deliver(model, Request(self._question, PLAIN, [handle], True, True, Origin()))
+            workspace.keep(handle, self._state, CallSite())
+            delivery = workspace.deliver(model, Request(self._question, PLAIN, [handle], True, True, CallSite()))
             with delivery.state.append(len(delivery.tokens) // TOKEN_BYTES) as tail:
                 seconds = time.perf_counter() - begin
                 assert tail.num_tokens == self.num_tokens, "the receiver gets all of it"

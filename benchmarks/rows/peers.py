@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.bench import QUESTIONS, Bench, assistant, user
 from benchmarks.harness import Result, Side, interleave, ratio
-from langgraph_latent.handle import Message
+from langgraph_latent.handle.handle import Message
 
 CONTEXTS = (1024, 2048)
 LATENT_STEPS = 20

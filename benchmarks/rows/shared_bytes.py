@@ -8,7 +8,7 @@ from benchmarks.bench import QUESTIONS, Bench, user
 from benchmarks.harness import Figure, Result, at_most
 from benchmarks.rows.decode import storage
 from langgraph_latent import ChatLatent, KVHandle, LatentWorkspace
-from langgraph_latent.handle import TOKEN_BYTES
+from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.state import KVState
 
 CONTEXT = 1024

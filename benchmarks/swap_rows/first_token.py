@@ -6,7 +6,7 @@ from functools import partial
 
 from benchmarks.bench import QUESTIONS, Bench, assistant, user
 from benchmarks.harness import Result, Side, at_least, interleave, ratio
-from langgraph_latent.handle import Message
+from langgraph_latent.handle.handle import Message
 
 HISTORY = 1024
 ANSWERED = 8

@@ -16,7 +16,7 @@ from langchain_core.outputs import LLMResult
 from benchmarks.bench import Bench
 from benchmarks.swap_rows.graphs import Graph
 from langgraph_latent import ChatLatent, LatentWorkspace
-from langgraph_latent.handle import Message
+from langgraph_latent.handle.handle import Message
 
 
 class Call(NamedTuple):

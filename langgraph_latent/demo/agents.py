@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from langgraph_latent.channel import LatentChannel
 from langgraph_latent.chat_model import ChatLatent
-from langgraph_latent.handle import KVHandle
+from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.node import LatentNode
 
 AGENTS = ("reader", "analyst", "router")

@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from langgraph_latent.disk_cache import cache_dir
 from langgraph_latent.errors import LatentError
-from langgraph_latent.paths import cache_dir
 
 Progress = Callable[[str], None]
 

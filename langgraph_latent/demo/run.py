@@ -21,7 +21,7 @@ from langgraph_latent.demo.agents import AGENTS, latent_graph, text_graph
 from langgraph_latent.demo.stats import AgentStats, DemoStats, EdgeStats, RunStats, Watcher
 from langgraph_latent.events import Decoded, Loaded, Prefilled, Produced, Routed
 from langgraph_latent.tracer import LatentTracer
-from langgraph_latent.workspace import LatentWorkspace
+from langgraph_latent.workspace.workspace import LatentWorkspace
 
 WARM_UP = REPORT[:1000]
 ANSWERS = {"analyst": "problem", "router": "team"}
@@ -56,10 +56,10 @@ class _Clock(LatentTracer):
 
     def done(self, node: str, default: float) -> float:
         """When a node's last event came; `default` for a node that never called the model."""
-        return max((event.time for event in self.events if event.origin.node == node), default=default)
+        return max((event.time for event in self.events if event.call_site.node == node), default=default)
 
     def agent(self, node: str) -> AgentStats:
-        mine = [event for event in self.events if event.origin.node == node]
+        mine = [event for event in self.events if event.call_site.node == node]
         read = [event for event in mine if isinstance(event, Prefilled)]
         written = [event for event in mine if isinstance(event, Decoded)]
         return AgentStats(
@@ -72,7 +72,7 @@ class _Clock(LatentTracer):
         )
 
     def edge(self, source: str, target: str, begin: float) -> EdgeStats:
-        arrived = [event for event in self.events if event.origin.node == target]
+        arrived = [event for event in self.events if event.call_site.node == target]
         has_read = next(event.time for event in arrived if isinstance(event, Prefilled))
         route = next((event.route for event in arrived if isinstance(event, Routed)), "text")
         return EdgeStats(source, target, route, has_read - self.done(source, begin))

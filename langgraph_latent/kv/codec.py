@@ -24,10 +24,10 @@ import torch
 from safetensors.torch import save
 
 from langgraph_latent.errors import CodecError, HandleError
-from langgraph_latent.handle import KVHandle
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.kv.opaque import fill_layer, plain_of
 from langgraph_latent.kv.state import KVState, LayerKind, tensor_bytes
-from langgraph_latent.kv.whole import fill_layer, plain_of
-from langgraph_latent.spec import LayerSpec, ModelSpec, StateTensor
+from langgraph_latent.spec.spec import LayerSpec, ModelSpec, StateTensor
 
 SCHEMA_VERSION = 2
 HEADER_BYTES = 2 << 20
@@ -62,7 +62,7 @@ def encode(handle: KVHandle, state: KVState, spec: ModelSpec) -> bytes:
             part: {"shape": list(tensor.shape), "sha256": _sha256(tensor_bytes(tensor))}
             for part, tensor in parts.items()
         }
-        row["plain"] = {} if kind.has_tokens else plain_of(state.wholes[index])
+        row["plain"] = {} if kind.has_tokens else plain_of(state.opaque_layers[index])
         rows.append(row)
         for part, tensor in parts.items():
             tensors[_name(index, part)] = tensor.detach().to("cpu").contiguous()
@@ -80,20 +80,20 @@ def encode(handle: KVHandle, state: KVState, spec: ModelSpec) -> bytes:
     return save(tensors, {"manifest": manifest, "manifest_sha256": _sha256(manifest.encode())})
 
 
-def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec, wholes: Sequence[Any] = ()) -> Decoded:
+def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec, opaque_layers: Sequence[Any] = ()) -> Decoded:
     """Verify a blob for the model of `spec` and view its tensors, sharing memory with `blob`.
 
-    `wholes` are one state's layers that are kept whole, to be made like; they are not changed.
+    `opaque_layers` are one state's layers that are kept whole, to be made like; they are not changed.
 
     Raises `CodecError` for anything that is not exactly what `encode` wrote for this model.
     """
     try:
         view = memoryview(blob)
-        return _decode(memoryview(bytearray(view)) if view.readonly else view, spec, wholes)
+        return _decode(memoryview(bytearray(view)) if view.readonly else view, spec, opaque_layers)
     except CodecError:
         raise
     except HandleError as error:
-        raise CodecError(f"the cache's recipe is refused: {error}") from error
+        raise CodecError(f"the cache's provenance is refused: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, struct.error) as error:
         raise CodecError(f"not a cache of this library, or damaged: {type(error).__name__}: {error}") from error
 
@@ -141,7 +141,7 @@ def write_file(path: Path, blob: bytes) -> None:
         raise CodecError(f"the cache can't be written to {str(path)!r}: {error}") from error
 
 
-def _decode(blob: memoryview, spec: ModelSpec, wholes: Sequence[Any]) -> Decoded:
+def _decode(blob: memoryview, spec: ModelSpec, opaque_layers: Sequence[Any]) -> Decoded:
     header, data = _split(blob, spec)
     metadata = header.pop("__metadata__")
     manifest = _verified_manifest(metadata)
@@ -170,7 +170,7 @@ def _decode(blob: memoryview, spec: ModelSpec, wholes: Sequence[Any]) -> Decoded
         if kind.has_tokens:
             layers.append(tuple(parts.values()))
         else:
-            layers.append(_whole(wholes[index], parts, row["plain"], num_tokens))
+            layers.append(_whole(opaque_layers[index], parts, row["plain"], num_tokens))
     if header or used != len(data):
         raise CodecError("the file holds more than its manifest declares")
     return Decoded(handle, KVState.from_layers(tuple(kinds), layers, num_tokens))

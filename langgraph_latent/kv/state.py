@@ -1,7 +1,7 @@
 """One sequence's KV cache as an immutable value, and the only door to transformers' `Cache`.
 
 A `KVState` is a length over a `KVBuffer`; a `KVTail` is the right to write behind it, dressed as a `Cache` for one
-model call after another; `rows_cache` dresses several of them for one call. None knows which model or tokens it is of.
+model call after another; `packed_cache` dresses several of them for one call. None knows which model or tokens it is of.
 
 Attention layers keep one entry per token and share storage. Every other kind of layer (recurrent and convolution
 states, indexed and compressed attention, whatever comes) is kept whole, as transformers' own layer: copied where a
@@ -32,9 +32,9 @@ from transformers.cache_utils import (
 
 from langgraph_latent.errors import UnsupportedLayerError
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore
-from langgraph_latent.kv.whole import copy_layer, move_layer, tensors_of
+from langgraph_latent.kv.opaque import copy_layer, move_layer, tensors_of
 
-WHOLE_KINDS: Mapping[type, str] = {
+OPAQUE_KINDS: Mapping[type, str] = {
     DummyLayer: "none",
     DynamicIndexedLayer: "indexed",
     LinearAttentionLayer: "linear",
@@ -87,7 +87,7 @@ def _kind(layer: Any, configured: str) -> LayerKind:
     if type(layer) is DynamicLayer:
         return LayerKind("full")
     window = getattr(layer, "sliding_window", None) or 0
-    return LayerKind(WHOLE_KINDS.get(type(layer), type(layer).__name__), window)
+    return LayerKind(OPAQUE_KINDS.get(type(layer), type(layer).__name__), window)
 
 
 class KVState:
@@ -96,33 +96,35 @@ class KVState:
     Attention layers hold keys and values, `(1, kv_heads, seq, head_dim)`, keys after RoPE at positions 0 .. num_tokens.
 
     Attributes:
-        wholes: per layer transformers' own layer where it is kept whole, None where tokens are in the buffer.
+        opaque_layers: per layer transformers' own layer where it is kept whole, None where tokens are in the buffer.
         biases: per layer what is added to the scores of its first tokens in attention, (tokens,), float32; () for
             nothing anywhere.
     """
 
-    __slots__ = ("biases", "buffer", "kinds", "num_tokens", "wholes", "__weakref__")
+    __slots__ = ("biases", "buffer", "kinds", "num_tokens", "opaque_layers", "__weakref__")
 
     def __init__(
         self,
         buffer: KVBuffer,
         kinds: tuple[LayerKind, ...],
         num_tokens: int,
-        wholes: tuple[Any, ...] = (),
+        opaque_layers: tuple[Any, ...] = (),
         biases: tuple[torch.Tensor, ...] = (),
     ) -> None:
         self.buffer = buffer
         self.kinds = kinds
         self.num_tokens = num_tokens
-        self.wholes = wholes or (None,) * len(kinds)
+        self.opaque_layers = opaque_layers or (None,) * len(kinds)
         self.biases = biases
         buffer.add_view(self)
 
     @classmethod
     def empty(cls, kinds: tuple[LayerKind, ...], layers: Sequence[Any] = ()) -> KVState:
         """The state of no tokens; `layers` are `empty_layers` of the model where some are kept whole."""
-        wholes = tuple(None if kind.has_tokens else layer for kind, layer in zip(kinds, layers, strict=bool(layers)))
-        return cls(KVBuffer.empty(len(kinds)), kinds, 0, wholes)
+        opaque_layers = tuple(
+            None if kind.has_tokens else layer for kind, layer in zip(kinds, layers, strict=bool(layers))
+        )
+        return cls(KVBuffer.empty(len(kinds)), kinds, 0, opaque_layers)
 
     @classmethod
     def from_layers(cls, kinds: tuple[LayerKind, ...], layers: Sequence[Any], num_tokens: int) -> KVState:
@@ -134,8 +136,8 @@ class KVState:
             LayerStore(layer[0], layer[1], num_tokens - layer[0].shape[-2]) if kind.has_tokens else LayerStore()
             for kind, layer in zip(kinds, layers, strict=True)
         ]
-        wholes = tuple(None if kind.has_tokens else layer for kind, layer in zip(kinds, layers, strict=True))
-        return cls(KVBuffer(stores), kinds, num_tokens, wholes)
+        opaque_layers = tuple(None if kind.has_tokens else layer for kind, layer in zip(kinds, layers, strict=True))
+        return cls(KVBuffer(stores), kinds, num_tokens, opaque_layers)
 
     @property
     def nbytes(self) -> int:
@@ -143,9 +145,9 @@ class KVState:
         return sum(tensor.nbytes for tensors in self.layers() for tensor in tensors)
 
     @property
-    def whole_nbytes(self) -> int:
+    def opaque_nbytes(self) -> int:
         """Bytes of the layers that are kept whole, which no other state shares."""
-        return sum(tensor.nbytes for whole in self.wholes if whole for tensor in tensors_of(whole).values())
+        return sum(tensor.nbytes for whole in self.opaque_layers if whole for tensor in tensors_of(whole).values())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,7 +161,7 @@ class KVState:
         """What the next token needs of a layer, by name; "keys" and "values" of an attention layer. Views."""
         kind = self.kinds[index]
         if not kind.has_tokens:
-            return tensors_of(self.wholes[index])
+            return tensors_of(self.opaque_layers[index])
         keys, values = self.buffer.layers[index].view(kind.first_needed(self.num_tokens), self.num_tokens)
         return {"keys": keys, "values": values}
 
@@ -190,11 +192,11 @@ class KVState:
         if not self.can_crop(num_tokens):
             raise ValueError(f"a state of {self.num_tokens} tokens can't be cropped to {num_tokens}")
         biases = tuple(bias[:num_tokens] for bias in self.biases)
-        return KVState(self.buffer, self.kinds, num_tokens, self.wholes, biases)
+        return KVState(self.buffer, self.kinds, num_tokens, self.opaque_layers, biases)
 
     def with_biases(self, biases: tuple[torch.Tensor, ...]) -> KVState:
         """The same state, its tokens seen with these biases."""
-        return KVState(self.buffer, self.kinds, self.num_tokens, self.wholes, biases)
+        return KVState(self.buffer, self.kinds, self.num_tokens, self.opaque_layers, biases)
 
     def has_tokens_from(self, begin: int) -> bool:
         """Whether every layer keeps one key and value for each token from `begin` on."""
@@ -219,7 +221,7 @@ class KVState:
         moved = [
             tuple(tensor.to(device) for tensor in self.layer(index))
             if kind.has_tokens
-            else move_layer(self.wholes[index], device)
+            else move_layer(self.opaque_layers[index], device)
             for index, (kind, device) in enumerate(zip(self.kinds, devices, strict=True))
         ]
         places = zip(self.biases, devices, strict=bool(self.biases))
@@ -267,7 +269,7 @@ class KVTail:
         self._is_spoiled = False
         layers = [
             _TailLayer(growth, index, state.num_tokens) if whole is None else copy_layer(whole)
-            for index, whole in enumerate(state.wholes)
+            for index, whole in enumerate(state.opaque_layers)
         ]
         self._layers = [layer for layer in layers if isinstance(layer, _TailLayer)]
         self._cache = Cache(layers=layers)
@@ -308,11 +310,11 @@ class KVTail:
         origin, buffer, _ = self._growth
         if self.num_tokens == origin.num_tokens or self._is_spoiled:
             return origin
-        wholes = [
+        opaque_layers = [
             None if kind.has_tokens else copy_layer(layer)
             for kind, layer in zip(origin.kinds, self._cache.layers, strict=True)
         ]
-        return KVState(buffer, origin.kinds, self.num_tokens, tuple(wholes), origin.biases)
+        return KVState(buffer, origin.kinds, self.num_tokens, tuple(opaque_layers), origin.biases)
 
     def rewind(self, num_tokens: int) -> None:
         """Forget what a failed model call wrote behind the first `num_tokens` tokens."""
@@ -378,12 +380,12 @@ class _TailLayer(CacheLayerMixin):
         self.length += key_states.shape[-2]
         return store.view(self._kind.first_needed(at), self.length)
 
-    def row(self, keys: torch.Tensor, values: torch.Tensor) -> KeyRow:
+    def row(self, keys: torch.Tensor, values: torch.Tensor) -> PackedSequence:
         """Write new tokens; what they attend to."""
         num_new, begin = keys.shape[-2], self._kind.first_needed(self.length)
-        return KeyRow(num_new, *self.update(keys, values), self._bias(begin))
+        return PackedSequence(num_new, *self.update(keys, values), self._bias(begin))
 
-    def rewrite(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> KeyRow:
+    def rewrite(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> PackedSequence:
         """Write tokens at these positions, ascending, anew; what they attend to."""
         store, at = self._store, positions - self._store.start
         assert store.keys is not None, "only what was written can be written anew"
@@ -391,7 +393,7 @@ class _TailLayer(CacheLayerMixin):
         store.keys.index_copy_(2, at, keys)
         store.values.index_copy_(2, at, values)
         begin = self._kind.first_needed(int(positions[0]))
-        return KeyRow(len(positions), *store.view(begin, self.length), self._bias(begin), positions - begin)
+        return PackedSequence(len(positions), *store.view(begin, self.length), self._bias(begin), positions - begin)
 
     def _bias(self, begin: int) -> torch.Tensor | None:
         """What is added to the scores of tokens `begin` to the last; None for nothing."""
@@ -430,36 +432,36 @@ class _TailLayer(CacheLayerMixin):
         return store.view(self._kind.first_needed(self.length), self.length) if self.length else (None, None)
 
 
-def rows_cache(tails: Sequence[KVTail], sizes: Sequence[int]) -> Cache:
+def packed_cache(tails: Sequence[KVTail], sizes: Sequence[int]) -> Cache:
     """Several sequences' tails as one `Cache`, for a forward over their new tokens side by side, (1, seq).
 
-    What a layer hands to attention are `RowKeys`: only an attention function that knows them can use this cache.
+    What a layer hands to attention are `PackedKeys`: only an attention function that knows them can use this cache.
     """
-    siblings = _siblings(tails, sizes)
+    shared_prefixes = _shared_prefixes(tails, sizes)
     layers = zip(*(tail.cache.layers for tail in tails), strict=True)
-    return Cache(layers=[_RowsLayer(rows, sizes, siblings) for rows in layers])
+    return Cache(layers=[_PackedLayer(rows, sizes, shared_prefixes) for rows in layers])
 
 
-class Siblings(NamedTuple):
+class SharedPrefix(NamedTuple):
     """Rows of one new token whose sequences began as one: their first `num_shared` keys and values are equal."""
 
     rows: list[int]
     num_shared: int
 
 
-def _siblings(tails: Sequence[KVTail], sizes: Sequence[int]) -> list[Siblings]:
+def _shared_prefixes(tails: Sequence[KVTail], sizes: Sequence[int]) -> list[SharedPrefix]:
     families: dict[KVBuffer, list[int]] = {}
     for index, (tail, size) in enumerate(zip(tails, sizes, strict=True)):
         if size == 1:
             families.setdefault(tail.origin.buffer, []).append(index)
     return [
-        Siblings(rows, min(tails[index].origin.num_tokens for index in rows))
+        SharedPrefix(rows, min(tails[index].origin.num_tokens for index in rows))
         for rows in families.values()
         if len(rows) > 1
     ]
 
 
-class KeyRow(NamedTuple):
+class PackedSequence(NamedTuple):
     """What the new tokens of one sequence attend to.
 
     Attributes:
@@ -476,31 +478,31 @@ class KeyRow(NamedTuple):
     positions: torch.Tensor | None = None
 
 
-class RowKeys(torch.Tensor):
+class PackedKeys(torch.Tensor):
     """The new keys of several sequences, (1, kv_heads, seq, head_dim), that carry what each sequence attends to.
 
     Attributes:
         rows: per sequence what it attends to.
-        siblings: rows that have their first keys and values in common.
+        shared_prefixes: rows that have their first keys and values in common.
         window: the layer's sliding window, 0 where it attends to everything.
     """
 
-    rows: list[KeyRow]
-    siblings: list[Siblings]
+    rows: list[PackedSequence]
+    shared_prefixes: list[SharedPrefix]
     window: int
 
 
-class _RowsLayer(CacheLayerMixin):
+class _PackedLayer(CacheLayerMixin):
     """One layer under several tails. To the model it looks empty: masks are made per row by the attention function."""
 
     is_croppable = False
     is_initialized = True
     is_sliding = False
 
-    def __init__(self, rows: Sequence[Any], sizes: Sequence[int], siblings: list[Siblings]) -> None:
+    def __init__(self, rows: Sequence[Any], sizes: Sequence[int], shared_prefixes: list[SharedPrefix]) -> None:
         self._rows = rows
         self._sizes = list(sizes)
-        self._siblings = siblings
+        self._shared_prefixes = shared_prefixes
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -508,13 +510,13 @@ class _RowsLayer(CacheLayerMixin):
         parts = zip(
             self._rows, self._sizes, key_states.split(self._sizes, -2), value_states.split(self._sizes, -2), strict=True
         )
-        keys = key_states.as_subclass(RowKeys)
+        keys = key_states.as_subclass(PackedKeys)
         keys.rows = [self._row(row, own_keys, own_values) for row, _, own_keys, own_values in parts]
-        keys.siblings = self._siblings
+        keys.shared_prefixes = self._shared_prefixes
         keys.window = self._rows[0].get_max_length() if self._rows[0].is_sliding else 0
         return keys, value_states
 
-    def _row(self, layer: _TailLayer, keys: torch.Tensor, values: torch.Tensor) -> KeyRow:
+    def _row(self, layer: _TailLayer, keys: torch.Tensor, values: torch.Tensor) -> PackedSequence:
         return layer.row(keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -533,19 +535,19 @@ class _RowsLayer(CacheLayerMixin):
 def repair_cache(tail: KVTail, positions: torch.Tensor) -> Cache:
     """A tail as a `Cache` for a forward over tokens at these positions, ascending: they are written anew.
 
-    What a layer hands to attention are `RowKeys`, as with `rows_cache`.
+    What a layer hands to attention are `PackedKeys`, as with `packed_cache`.
     """
     return Cache(layers=[_RepairLayer(layer, positions) for layer in tail.layers])
 
 
-class _RepairLayer(_RowsLayer):
+class _RepairLayer(_PackedLayer):
     """One layer under a tail whose tokens are computed anew."""
 
     def __init__(self, layer: _TailLayer, positions: torch.Tensor) -> None:
         super().__init__([layer], [len(positions)], [])
         self._positions = positions
 
-    def _row(self, layer: _TailLayer, keys: torch.Tensor, values: torch.Tensor) -> KeyRow:
+    def _row(self, layer: _TailLayer, keys: torch.Tensor, values: torch.Tensor) -> PackedSequence:
         return layer.rewrite(self._positions, keys, values)
 
 
@@ -559,11 +561,11 @@ class ValuesReached(Exception):
 
 def early_cache(tail: KVTail, num_new: int, layer: int) -> Cache:
     """A tail as a `Cache` for a forward over `num_new` tokens, which raises `ValuesReached` at a layer's values."""
-    before = [_RowsLayer([each], [num_new], []) for each in tail.layers[:layer]]
+    before = [_PackedLayer([each], [num_new], []) for each in tail.layers[:layer]]
     return Cache(layers=[*before, *(_LastLayer([each], [num_new], []) for each in tail.layers[layer:])])
 
 
-class _LastLayer(_RowsLayer):
+class _LastLayer(_PackedLayer):
     """The layer at which a forward ends."""
 
     def update(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from langgraph_latent.errors import CacheBudgetError, IntegrityError
-from langgraph_latent.handle import TOKEN_BYTES
+from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.buffer import KVBuffer
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.pool.policies import LRU, Block, EvictionPolicy
@@ -20,11 +20,11 @@ from langgraph_latent.pool.prefix import Node, PrefixIndex
 
 
 class Namespace(NamedTuple):
-    """Reuse never crosses it: the model's identity, the tenant, and the lineage of what was composed ("" for plain)."""
+    """Reuse never crosses it: the model's identity, the tenant, and the provenance_digest of what was composed ("" for plain)."""
 
     model: str
     tenant: str
-    lineage: str = ""
+    provenance_digest: str = ""
 
 
 class PoolInfo(NamedTuple):
@@ -41,7 +41,7 @@ class PoolInfo(NamedTuple):
 class Entry:
     """One kept state. `handles` are ids that mean it, `owners` the threads and scopes that made it.
 
-    `whole_nbytes` are the bytes of layers that are kept whole, which it shares with no other entry.
+    `opaque_nbytes` are the bytes of layers that are kept whole, which it shares with no other entry.
     """
 
     namespace: Namespace
@@ -49,7 +49,7 @@ class Entry:
     node: Node[Entry]
     handles: set[str] = field(default_factory=set)
     owners: set[str] = field(default_factory=set)
-    whole_nbytes: int = 0
+    opaque_nbytes: int = 0
     used: int = 0
     pins: int = 0
     pinned_until: float = 0.0
@@ -72,7 +72,7 @@ class CachePool:
         self._owners: dict[str, set[Entry]] = {}
         self._is_closed = False
         self._clock = itertools.count(1)
-        self._whole_nbytes = 0
+        self._opaque_nbytes = 0
 
     def put(self, namespace: Namespace, tokens: bytes, state: KVState, handle: str, owner: str = "") -> list[str]:
         """Keep `state`, the cache of packed `tokens`, for a handle id; returns the ids that lost their tensors for it.
@@ -84,7 +84,7 @@ class CachePool:
         assert state.num_tokens * TOKEN_BYTES == len(tokens)
         if not tokens:
             return []
-        self.check_fits(state.buffer.nbytes + state.whole_nbytes)
+        self.check_fits(state.buffer.nbytes + state.opaque_nbytes)
         with self._lock:
             if self._is_closed:
                 return [handle]
@@ -171,7 +171,7 @@ class CachePool:
             lost = list(self._handles)
             for index in (self._indexes, self._buffers, self._handles, self._owners):
                 index.clear()
-            self._whole_nbytes = 0
+            self._opaque_nbytes = 0
             return lost
 
     def close(self) -> list[str]:
@@ -213,8 +213,8 @@ class CachePool:
                     for kind, layer in zip(entry.state.kinds, entry.state.buffer.layers, strict=True)
                     if kind.has_tokens
                 ),
-                "layers that are kept whole are counted": self._whole_nbytes
-                == sum(entry.state.whole_nbytes for entry in entries),
+                "layers that are kept whole are counted": self._opaque_nbytes
+                == sum(entry.state.opaque_nbytes for entry in entries),
                 "a buffer's size is that of its layers": all(
                     entry.state.buffer.nbytes == sum(layer.nbytes for layer in entry.state.buffer.layers)
                     for entry in entries
@@ -231,14 +231,14 @@ class CachePool:
         """The entry for these tokens: the one there, or a new one."""
         node = self._indexes.setdefault(namespace, PrefixIndex()).insert(tokens)
         if node.value is None:
-            node.value = Entry(namespace, state, node, whole_nbytes=state.whole_nbytes)
-            self._whole_nbytes += node.value.whole_nbytes
+            node.value = Entry(namespace, state, node, opaque_nbytes=state.opaque_nbytes)
+            self._opaque_nbytes += node.value.opaque_nbytes
             self._buffers.setdefault(id(state.buffer), set()).add(node.value)
         return node.value
 
     def _used(self) -> int:
         """Bytes of every storage once; it grows while it is written."""
-        return sum(_buffer(group).nbytes for group in self._buffers.values()) + self._whole_nbytes
+        return sum(_buffer(group).nbytes for group in self._buffers.values()) + self._opaque_nbytes
 
     def _shrink(self, keep: Entry) -> list[str]:
         """Evict by policy until the budget holds. Pins stay; where they leave no room for `keep`, its storage goes."""
@@ -263,7 +263,7 @@ class CachePool:
 
     def _remove(self, entry: Entry) -> list[str]:
         self._indexes[entry.namespace].remove(entry.node)
-        self._whole_nbytes -= entry.whole_nbytes
+        self._opaque_nbytes -= entry.opaque_nbytes
         key = id(entry.state.buffer)
         self._buffers[key].discard(entry)
         if not self._buffers[key]:
@@ -284,4 +284,4 @@ def _buffer(group: set[Entry]) -> KVBuffer:
 
 def _nbytes(group: set[Entry]) -> int:
     """Of a group's storage, and of the layers that each entry keeps whole."""
-    return _buffer(group).nbytes + sum(entry.whole_nbytes for entry in group)
+    return _buffer(group).nbytes + sum(entry.opaque_nbytes for entry in group)

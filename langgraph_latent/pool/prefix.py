@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from langgraph_latent.handle import TOKEN_BYTES, common_tokens
+from langgraph_latent.handle.tokens import TOKEN_BYTES, common_tokens
 
 Value = TypeVar("Value")
 

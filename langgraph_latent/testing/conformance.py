@@ -14,13 +14,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from langgraph_latent.engine.model import ResidentModel
+from langgraph_latent.engine.probe import difference
 from langgraph_latent.errors import UnsupportedLayerError
-from langgraph_latent.handle import KVHandle, pack_tokens
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.tokens import pack_tokens
 from langgraph_latent.kv import codec
-from langgraph_latent.kv.compose import Piece, moved_behind
+from langgraph_latent.kv.move import Piece, moved_after
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.models.probe import difference
-from langgraph_latent.models.resident import ResidentModel
 from langgraph_latent.testing.catalogue import Toy
 from langgraph_latent.testing.tiny import tiny_tokenizer
 
@@ -141,7 +142,7 @@ class _Suite:
         spec = self._model.spec
         handle = KVHandle.root(spec.identity, "").extend("prompt", "", pack_tokens(read), [], 0)
         blob = codec.encode(handle, self._read(read), spec)
-        return self._error(codec.decode(blob, spec, self._model.wholes).state, read, written)
+        return self._error(codec.decode(blob, spec, self._model.opaque_layers).state, read, written)
 
     def _fan_out(self) -> float:
         """Several continuations of one state at a time leave it as it was, and are as each alone."""
@@ -163,7 +164,7 @@ class _Suite:
             for row, (num_read, num_new) in enumerate(lengths)
         ]
         rows = [(new, (self._read(read) if read else self._model.empty_state()).append()) for read, new in told]
-        logits = self._model.run_rows(rows)
+        logits = self._model.run_packed(rows)
         return max(
             difference(self._truth([*read, *new], 1)[0], got) for (read, new), got in zip(told, logits, strict=True)
         )
@@ -179,5 +180,5 @@ class _Suite:
                 block, tail, attention_mask=seen, **({"position_ids": positions} if model.takes_positions else {})
             )
             in_place = tail.seal()
-        moved = moved_behind(self._read(first), [Piece.of(self._read(block))], model.rotations)
+        moved = moved_after(self._read(first), [Piece.of(self._read(block))], model.rotations)
         return difference(self._behind(in_place, last), self._behind(moved, last))

@@ -1,0 +1,1 @@
+"""`langgraph-latent` on the command line."""

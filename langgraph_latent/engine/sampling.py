@@ -1,0 +1,147 @@
+"""How the next token is chosen, with transformers' own logits processors. It knows logits and token ids only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from langgraph_latent.engine import cpu_thread
+from langgraph_latent.errors import ConfigError
+from langgraph_latent.handle.tokens import TOKEN_BYTES
+
+SPARE_TOKENS = 256
+MIN_TEMPERATURE = 1e-4
+"""Below, logits divided by it leave float32."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One request's settings. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 keep every token.
+
+    Raises `ConfigError` for values that mean nothing.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "temperature": (
+                _is_number(self.temperature) and (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE),
+                f"a number, 0 (greedy), or {MIN_TEMPERATURE} and above",
+            ),
+            "top_p": (_is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            "top_k": (_is_whole(self.top_k) and self.top_k >= 0, "a whole number, 0 (off) or above"),
+            "max_tokens": (_is_whole(self.max_tokens) and self.max_tokens >= 1, "a whole number, 1 or above"),
+            "seed": (
+                self.seed is None or (_is_whole(self.seed) and abs(self.seed) < 1 << 63),
+                "a whole number or None",
+            ),
+            "stop": (all(isinstance(text, str) and text for text in self.stop), "text that is not empty"),
+        }
+        for name, (is_allowed, meaning) in allowed.items():
+            if not is_allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is impossible; it must be {meaning}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or isinstance(value, float)
+
+
+class Sampler:
+    """Chooses tokens for one request; owns its random generator, so requests do not disturb one another.
+
+    Args:
+        prompt: packed token ids that come before the first choice.
+        defaults: the model's own generation defaults.
+        extra: transformers logits processors, applied behind the defaults' penalties and before temperature.
+
+    `context` is every token so far, as transformers' processors and criteria take it: (1, seq), int64. `scores` are
+    what the last one was chosen from: (1, vocab), float32.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        defaults: GenerationConfig,
+        device: torch.device,
+        prompt: bytes,
+        extra: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        self._is_greedy = sampling.temperature == 0
+        self._processors = LogitsProcessorList([*_penalties(defaults), *extra, *_warpers(sampling)])
+        self._length = len(prompt) // TOKEN_BYTES
+        self._tokens = torch.empty((1, self._length + SPARE_TOKENS), dtype=torch.long, device=device)
+        self._tokens[0, : self._length] = torch.frombuffer(bytearray(prompt), dtype=torch.int32)
+        self._random = torch.Generator(device=device)
+        if sampling.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(sampling.seed)
+
+    @property
+    def context(self) -> Any:
+        return self._tokens[:, : self._length]
+
+    def pick(self, logits: torch.Tensor) -> int:
+        """The next token, from logits of shape (vocab,) in any dtype; it joins the context.
+
+        On a CPU, processors and draws run in the compute thread: a slow processor holds up other requests too.
+        """
+        is_simple = self._is_greedy and not self._processors
+        choose = partial(self._choose, logits.float().unsqueeze(0))
+        token = choose() if is_simple or logits.device.type != "cpu" else cpu_thread.run(choose)
+        if self._length == self._tokens.shape[1]:
+            self._tokens = torch.cat([self._tokens, torch.empty_like(self._tokens)], dim=1)
+        self._tokens[0, self._length] = token
+        self._length += 1
+        return token
+
+    def _choose(self, scores: torch.Tensor) -> int:
+        self.scores: Any = self._processors(self.context, scores) if self._processors else scores
+        if self._is_greedy:
+            # NumPy's, on a CPU: torch's would make a team of OpenMP threads wherever this runs, see models/compute.py
+            return int(self.scores.numpy().argmax() if scores.device.type == "cpu" else self.scores.argmax())
+        return int(torch.multinomial(self.scores.softmax(-1), 1, generator=self._random))
+
+
+def _penalties(defaults: GenerationConfig) -> list[Any]:
+    """The model's own generation defaults that also shape greedy decoding, as stock `generate` applies them."""
+    processors: list[Any] = []
+    if (defaults.repetition_penalty or 1.0) != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty=defaults.repetition_penalty))
+    if defaults.no_repeat_ngram_size:
+        processors.append(NoRepeatNGramLogitsProcessor(defaults.no_repeat_ngram_size))
+    return processors
+
+
+def _warpers(sampling: Sampling) -> list[Any]:
+    if sampling.temperature == 0:
+        return []
+    warpers: list[Any] = [TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    return warpers

@@ -1,0 +1,1 @@
+"""What a hand-over keeps of the answers: metrics, tasks, measurements."""

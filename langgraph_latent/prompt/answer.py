@@ -1,0 +1,357 @@
+"""What an answer's text says: text, reasoning and tool calls, told apart while it is written. Plain text and JSON only.
+
+Reasoning goes by the marks in `REASONING`, calls by those in `TOOL_CALL_FORMATS`. A tokenizer that ships its own response template
+is read by that instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from langgraph_latent.handle.handle import Message
+from langgraph_latent.prompt.template import ID_LETTERS, TemplateInputs
+from langgraph_latent.prompt.tool_calls import BARE, CALL_MARKS, JSON, MARKED, ToolCallFormat
+
+REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|inner_prefix|>", "<|inner_suffix|>"))
+THINKING_FIELDS = ("thinking", "reasoning", "reasoning_content")
+WHITE_SPACE = " \t\r\n"
+
+
+class Text(NamedTuple):
+    """A piece of the answer proper."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """A piece of thinking aloud."""
+
+    text: str
+
+
+class Call(NamedTuple):
+    """A complete tool call."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+class InvalidCall(NamedTuple):
+    """Something that is marked as a tool call, whole, and can't be read as one."""
+
+    raw: str
+    error: str
+    id: str
+
+
+Part = Text | Reasoning | Call | InvalidCall
+
+
+REASONING_MARKS = frozenset(mark for pair in REASONING for mark in pair)
+
+
+class Reader(Protocol):
+    """Takes an answer's text piece by piece, and tells its parts as soon as they are certain."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the answer is thinking aloud now."""
+
+    @property
+    def closing(self) -> str:
+        """What will end the thinking aloud; "" where there is none, or its end is not known."""
+
+    def push(self, text: str) -> list[Part]: ...
+
+    def flush(self) -> list[Part]: ...
+
+
+class Answer:
+    """An answer so far.
+
+    Attributes:
+        text: what is said, without reasoning and tool calls.
+        reasoning: what was thought aloud.
+        calls, invalid_calls: tool calls.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.reasoning = ""
+        self.calls: list[Call] = []
+        self.invalid_calls: list[InvalidCall] = []
+
+    def add(self, part: Part) -> None:
+        if isinstance(part, Text):
+            self.text += part.text
+        elif isinstance(part, Reasoning):
+            self.reasoning += part.text
+        elif isinstance(part, Call):
+            self.calls.append(part)
+        else:
+            self.invalid_calls.append(part)
+
+    @property
+    def message(self) -> Message:
+        """The answer as a plain chat message; what can't be read as a call stays in its text."""
+        text = "\n".join(part for part in (self.text, *(call.raw for call in self.invalid_calls)) if part)
+        message: Message = {"role": "assistant", "content": text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.calls
+            ]
+        return message
+
+
+class AnswerReaders:
+    """Makes the readers for one tokenizer's answers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Collection[int]) -> None:
+        self._tokenizer: Any = tokenizer
+        self._added = {each.content: token for token, each in tokenizer.added_tokens_decoder.items()}
+        self._end_tokens = frozenset(end_tokens)
+        self._has_response_template = bool(getattr(tokenizer, "response_template", None))
+
+    def marks(self, template_inputs: TemplateInputs) -> frozenset[int]:
+        """Token ids, special ones among them, that mean something to `reader`."""
+        if self._has_response_template:
+            return frozenset(self._added.values()) - self._end_tokens
+        marks = REASONING_MARKS | CALL_MARKS if template_inputs.tools else REASONING_MARKS
+        return frozenset(token for text, token in self._added.items() if text in marks)
+
+    def reader(self, prompt: str, template_inputs: TemplateInputs, seed: bytes) -> Reader:
+        """What tells an answer's parts apart.
+
+        Args:
+            prompt: the text before the answer, or its end.
+            seed: what the ids of calls are made from.
+        """
+        if self._has_response_template:
+            parser = self._tokenizer.get_response_parser(prefix=prompt, tools=[*template_inputs.tools] or None)
+            return TemplateReader(parser, prompt, seed)
+        return MarkReader([tool["function"]["name"] for tool in template_inputs.tools], prompt, seed)
+
+
+class MarkReader:
+    """Reads by the marks in `TOOL_CALL_FORMATS` and `REASONING`.
+
+    Args:
+        tools: names of the tools that may be called; without any, nothing is taken for a call.
+        prompt: the text before the answer; where it ends in an opened reasoning block, the answer begins in it.
+        seed: what the ids of calls are made from.
+    """
+
+    def __init__(self, tools: Collection[str], prompt: str, seed: bytes) -> None:
+        self._tools = frozenset(tools)
+        self._ids = _call_ids(seed)
+        self._rest = ""
+        self._has_begun = False
+        self._skipped = ""  # what is dropped before the next text
+        self._closing = _closing_of(prompt)
+        self._shape: ToolCallFormat | None = None
+
+    @property
+    def is_reasoning(self) -> bool:
+        return bool(self._closing)
+
+    @property
+    def closing(self) -> str:
+        return self._closing
+
+    def push(self, text: str) -> list[Part]:
+        self._rest += text
+        return self._read(is_whole=False)
+
+    def flush(self) -> list[Part]:
+        return self._read(is_whole=True)
+
+    def _read(self, is_whole: bool) -> list[Part]:
+        parts: list[Part] = []
+        while True:
+            before = self._position
+            if self._closing:
+                parts += self._reasoning(is_whole)
+            elif self._shape is not None:
+                parts += self._call(self._shape, is_whole)
+            else:
+                parts += self._text(is_whole)
+            if before == self._position:
+                return [part for part in parts if not isinstance(part, Text | Reasoning) or part.text]
+
+    @property
+    def _position(self) -> tuple[int, str, ToolCallFormat | None, bool]:
+        return len(self._rest), self._closing, self._shape, self._has_begun
+
+    def _reasoning(self, is_whole: bool) -> list[Part]:
+        if not self._has_begun:
+            self._rest = self._rest.lstrip("\n")
+            self._has_begun = bool(self._rest)
+        piece, mark, rest = self._rest.partition(self._closing)
+        if mark:
+            self._rest, self._closing = rest, ""
+            self._has_begun, self._skipped = False, WHITE_SPACE
+        else:
+            piece, self._rest = _certain(self._rest, (self._closing,), is_whole)
+        return [Reasoning(piece)]
+
+    def _text(self, is_whole: bool) -> list[Part]:
+        if self._skipped:
+            self._rest = self._rest.lstrip(self._skipped)
+            self._skipped = "" if self._rest else self._skipped
+        start = self._rest.lstrip()
+        if not self._has_begun:
+            for begin, end in REASONING:
+                if start.startswith(begin):
+                    self._rest, self._closing = start[len(begin) :], end
+                    return []
+            openings = [begin for begin, _ in REASONING]
+            if self._tools:
+                if start.startswith(("{", "[{", "```")):
+                    return self._bare(start, is_whole)
+                openings += ["```", "[{"]
+            if not is_whole and any(begin.startswith(start) for begin in openings):
+                return []
+        shapes = MARKED if self._tools else ()
+        marks = [shape.begin for shape in shapes]
+        found = [(at, shape) for shape in shapes if (at := self._rest.find(shape.begin)) >= 0]
+        if found:
+            at, shape = min(found, key=lambda pair: pair[0])
+            piece, self._rest, self._shape = self._rest[:at].rstrip(), self._rest[at + len(shape.begin) :], shape
+        else:
+            piece, self._rest = _certain(self._rest, marks, is_whole)
+            if marks and not is_whole:  # white space before a call is not said
+                said = piece.rstrip()
+                piece, self._rest = said, piece[len(said) :] + self._rest
+        self._has_begun = self._has_begun or bool(piece.strip())
+        return [Text(piece)]
+
+    def _bare(self, start: str, is_whole: bool) -> list[Part]:
+        """An answer that begins like JSON: calls of known tools as soon as they are whole, or just text."""
+        size = len(start)
+        try:
+            if not start.startswith("`"):
+                size = JSON.raw_decode(start)[1]
+            elif not is_whole:
+                return []
+            calls = BARE.calls(start[:size])
+        except (ValueError, RecursionError):
+            self._has_begun = is_whole
+            return []
+        if any(call.name not in self._tools for call in calls):
+            self._has_begun = True
+            return []
+        self._rest, self._skipped = start[size:], WHITE_SPACE + ";,"
+        return [Call(*call, next(self._ids)) for call in calls]
+
+    def _call(self, shape: ToolCallFormat, is_whole: bool) -> list[Part]:
+        body, mark, rest = self._rest.partition(shape.end) if shape.end else (self._rest, "", "")
+        if not mark and not is_whole:
+            return []
+        self._rest, self._shape = rest, None
+        self._has_begun, self._skipped = False, WHITE_SPACE
+        try:
+            if shape.end and not mark:
+                JSON.decode(body)  # cut behind a complete call: only its closing mark is missing
+            return [Call(*call, next(self._ids)) for call in shape.calls(body)]
+        except ValueError as error:
+            return [InvalidCall(f"{shape.begin}{body}{mark}", str(error), next(self._ids))]
+
+
+class TemplateReader:
+    """Reads by a tokenizer's own response template, through transformers' parser for it.
+
+    Fields of `THINKING_FIELDS` are reasoning, `tool_calls` are calls, `content` is text. A call that the parser gives
+    up on is invalid, with all that comes behind it.
+    """
+
+    def __init__(self, parser: Any, prompt: str, seed: bytes) -> None:
+        self.is_reasoning = False
+        self.closing = _closing_of(prompt)
+        self._parser = parser
+        self._ids = _call_ids(seed)
+        self._text = ""
+        self._told = 0  # how much of the text the parser has told of
+        self._field, self._begin, self._said = "", 0, ""  # the region under way: where its mark begins, what it holds
+        self._error = ""
+        self._parts(parser.initial_events)
+        self._said = ""
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        for letter in text:  # one at a time: where the parser gives up, it has told of all before
+            self._text += letter
+            if not self._error:
+                parts += self._read(lambda letter=letter: self._parser.feed(letter))  # type: ignore[misc]
+        return parts
+
+    def flush(self) -> list[Part]:
+        parts = [] if self._error else self._read(lambda: self._parser.finalize()[1])
+        if self._error and self._field == "tool_calls":
+            parts.append(InvalidCall(self._text[self._begin :], self._error, next(self._ids)))
+        elif self._error and self._told < len(self._text):
+            parts.append(Text(self._text[self._told :]))
+        return parts
+
+    def _read(self, events: Callable[[], Iterable[Mapping[str, Any]]]) -> list[Part]:
+        try:
+            return self._parts(events())
+        except (ValueError, LookupError, RecursionError) as error:
+            self._error = str(error)
+            return []
+
+    def _parts(self, events: Iterable[Mapping[str, Any]]) -> list[Part]:
+        parts: list[Part] = []
+        kind = "region_open"
+        for event in events:
+            field, kind = event["field"], event["type"]
+            self.is_reasoning = field in THINKING_FIELDS and kind != "region_close"
+            if kind == "region_open":
+                self._field, self._begin, self._said = field, self._told, ""
+            elif kind == "region_close" and field == "tool_calls":
+                parts += self._calls(event["value"])
+            elif kind == "region_chunk":
+                before = self._said.strip()  # white space around a region is not said
+                self._said += event["text"]
+                piece = self._said.strip()[len(before) :]
+                if piece and field == "content":
+                    parts.append(Text(piece))
+                elif piece and field in THINKING_FIELDS:
+                    parts.append(Reasoning(piece))
+        if kind != "region_open":  # else the last that came is a mark of what follows
+            self._told = len(self._text)
+        return parts
+
+    def _calls(self, value: Any) -> list[Part]:
+        try:
+            return [Call(*call, next(self._ids)) for call in BARE.calls(json.dumps(value))]
+        except (ValueError, TypeError) as error:
+            return [InvalidCall(self._text[self._begin :], str(error), next(self._ids))]
+
+
+def _call_ids(seed: bytes) -> Iterator[str]:
+    """Ids for an answer's calls, one after another; the same for the same seed."""
+    for number in itertools.count(1):
+        yield hashlib.sha256(seed + number.to_bytes(4, "big")).hexdigest()[:ID_LETTERS]
+
+
+def _closing_of(prompt: str) -> str:
+    """What ends the reasoning block that a prompt's end opens; "" where it opens none."""
+    return next((end for begin, end in REASONING if prompt.rstrip().endswith(begin)), "")
+
+
+def _certain(text: str, marks: Sequence[str], is_whole: bool) -> tuple[str, str]:
+    """A text, and what at its end may begin one of the marks."""
+    if is_whole:
+        return text, ""
+    held = max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+    return text[: len(text) - held], text[len(text) - held :]
