@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from langgraph_latent.errors import HandleError
 from langgraph_latent.handle.provenance import Block, Composition, LatentSteps, Provenance
+from langgraph_latent.handle.tokens import TOKEN_BYTES, unpack_tokens
 
 Message = dict[str, Any]
 """One chat message as plain data: `role`, `content` and, where present, `name`, `tool_calls`, `tool_call_id`."""
