@@ -1,11 +1,31 @@
-"""What an option's value must be, asked in one place. A bool is not a number here, though Python says it is."""
+"""What an option's value must be, and what an unknown option may have meant: asked in one place.
+
+A bool is not a number here, though Python says it is.
+"""
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 from langgraph_latent.errors import ConfigError
+
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "model_id": "model",
+    "model_name": "model",
+    "llm": "model",
+    "do_sample": "temperature",
+    "device_map": "device",
+    "torch_dtype": "dtype",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "chat_template_kwargs": "template_options",
+}
+"""What other libraries call our options."""
 
 
 def is_whole_number(value: Any) -> TypeGuard[int]:
@@ -24,3 +44,15 @@ def check_whole_number(name: str, value: Any, at_least: int = 0, *, unit: str = 
         of_what = f" of {unit}" if unit else ""
         raise ConfigError(f"{name}={value!r} is impossible; it must be a whole number{of_what}, {at_least} or above")
     return value
+
+
+def check_names(refusal: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise `ConfigError`, which begins with `refusal`, for a name that is not known."""
+    if unknown := sorted(set(names) - set(known)):
+        raise ConfigError(f"{refusal} {unknown[0]!r}; {known_names(unknown[0], known)}")
+
+
+def known_names(name: str, known: Sequence[str]) -> str:
+    """What to write in place of an option that does not exist: the likely one, and all known ones."""
+    likely = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, n=1)), "")
+    return (f"did you mean {likely!r}? " if likely else "") + f"known options: {', '.join(known)}"

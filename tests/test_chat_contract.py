@@ -338,7 +338,7 @@ def test_construction_touches_no_file_and_loads_nothing(
         Path(__file__).exists()
         assert len(seen) >= 2  # it would have been noticed
     assert time.process_time() - begin < 5
-    assert {chat._owner for chat in chats} == {None}
+    assert {chat._lease.workspace for chat in chats} == {None}
 
 
 # -- options per call -----------------------------------------------------------------------------------------------

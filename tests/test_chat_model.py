@@ -144,12 +144,12 @@ def test_greedy_text_is_stock_generates(tiny_chat: ChatLatent, ws: LatentWorkspa
     reply = tiny_chat.invoke(STORY)
     handle = ws.handle(reply)
     read = reply.usage_metadata["input_tokens"]
-    model = loader.acquire(tiny_chat._key)
+    model = loader.acquire(tiny_chat._lease.key)
     try:
         prompt = torch.tensor([handle.token_ids[:read]])
         stock = model.model.generate(prompt, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(prompt))
     finally:
-        loader.release(tiny_chat._key)
+        loader.release(tiny_chat._lease.key)
     assert tuple(stock[0].tolist()) == handle.token_ids
 
 

@@ -490,7 +490,7 @@ def test_tool_choices(
     ],
 )
 def test_an_unknown_choice_is_an_error_that_names_the_tools(choice: Any, chat_of: Callable[..., ChatLatent]) -> None:
-    with pytest.raises(ConfigError, match=r"no bound tool; bound tools: add, look_up"):
+    with pytest.raises(ConfigError, match=r"not a bound tool; bound tools: add, look_up"):
         chat_of(QWEN25).bind_tools([add, look_up], tool_choice=choice)
     with pytest.raises(ConfigError, match="bound tools: none"):
         chat_of(QWEN25).bind_tools([], tool_choice="any")
