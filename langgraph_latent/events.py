@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+_E = TypeVar("_E", bound="Event")
+
+
+class Subject(Protocol):
+    """What an event can be about: a handle."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def source(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -20,8 +33,8 @@ class CallSite:
 class Event:
     """Fields that every event has.
 
-    `time` is seconds since 1970, taken when the event is made, at the end of what it tells; `duration_s` is wall time.
-    `source` and `call_site.node` are the edge's two ends.
+    `time` is seconds since 1970, taken when the event is made, at the end of what it describes; `duration_s` is wall
+    time. `source` and `call_site.node` are the edge's two ends.
     """
 
     time: float = field(default_factory=time.time)
@@ -33,6 +46,13 @@ class Event:
     nbytes: int = 0
     duration_s: float = 0.0
     success: bool = True
+
+    @classmethod
+    def of(cls: type[_E], handle: Subject, call_site: CallSite | None = None, **fields: Any) -> _E:
+        """An event about a handle: its id, model and source, with whatever else there is to record."""
+        return cls(
+            call_site=call_site or CallSite(), handle=handle.id, model=handle.model, source=handle.source, **fields
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The event as one flat, JSON-ready mapping with its name under `event`."""
@@ -101,9 +121,9 @@ class Rebuilt(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Composed(Event):
-    """Tokens of a handle's cache were made by a provenance: latent steps, or moved ones.
+    """Tokens of a handle's cache were made from their provenance: latent steps, or moved tokens.
 
-    Of these `num_repaired` were computed anew.
+    Of these `num_repaired` were recomputed.
     """
 
     kind: str = ""
@@ -129,9 +149,9 @@ class Diverged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Reworded(Event):
-    """Messages were told otherwise than they came, because the chat template can't say them as they are.
+    """Messages were rendered differently than they came, because the chat template can't render them as they are.
 
-    The codes in `changes` are explained in `models/template.py`.
+    The codes in `changes` are explained in `prompt/template.py`.
     """
 
     changes: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ import pytest
 from langgraph_latent import events
 from langgraph_latent.errors import ConfigError
 from langgraph_latent.events import CallSite, Decoded, Delivered, Event, Evicted, Prefilled, Produced, Routed
+from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.tracer import LatentTracer
 
 CALL_SITE = CallSite("router", "thread-1", "run-1")
@@ -34,6 +35,17 @@ def test_every_event_is_frozen_and_one_flat_mapping_that_json_takes(kind: type[E
     assert json.loads(json.dumps(plain)).keys() == plain.keys()
     with pytest.raises(dataclasses.FrozenInstanceError):
         event.num_tokens = 5  # type: ignore[misc]
+
+
+def test_an_event_about_a_handle_has_its_id_model_and_source() -> None:
+    handle = KVHandle.root("m").extend("prompt", "reader", b"\0" * 8, [], 1)
+    made = Delivered.of(handle, CALL_SITE, num_tokens=2, route="cache")
+    assert type(made) is Delivered
+    assert (made.handle, made.model, made.source, made.call_site) == (handle.id, "m", "reader", CALL_SITE)
+    assert (made.num_tokens, made.route) == (2, "cache")
+    assert Evicted.of(handle).call_site == CallSite()
+    with pytest.raises(TypeError):
+        Evicted.of(handle, no_such_field=1)
 
 
 def test_a_trace_is_one_json_line_per_event_in_order(tmp_path: Path) -> None:
