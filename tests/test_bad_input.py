@@ -204,7 +204,7 @@ def test_an_impossible_value_is_refused_when_made_and_when_called(
 
 @pytest.mark.parametrize("size", ["", "4 apples", "-1GiB", 0, -5, True, 1.5, "0"])
 def test_a_memory_budget_that_is_no_size_is_refused(size: object) -> None:
-    with pytest.raises(ConfigError, match="is no size"):
+    with pytest.raises(ConfigError, match="is not a size"):
         LatentWorkspace(memory=size)  # type: ignore[arg-type]
 
 
@@ -238,7 +238,7 @@ def test_images_are_refused(tiny_chat: ChatLatent, nothing_lost: None) -> None:
 
 
 def test_a_local_folder_needs_no_network_and_no_token(tiny_folder: Callable[..., Path]) -> None:
-    """Field cases 10, 11: with every socket blocked, and without being told to be offline, a local folder works."""
+    """Field cases 10, 11: with every socket blocked, and with no setting that says offline, a local folder works."""
     program = (
         "import socket, sys\n"
         "def refuse(*args, **kwargs): raise RuntimeError('the network was touched')\n"

@@ -452,7 +452,7 @@ def test_a_broken_count_of_what_is_kept_whole_is_noticed() -> None:
     pool.put(HOME, ids_of(0, 20), state_of(20), "h0")
     pool.check_integrity()
     pool._opaque_nbytes -= 1
-    with pytest.raises(IntegrityError, match="kept whole are counted"):
+    with pytest.raises(IntegrityError, match="opaque layers are counted"):
         pool.check_integrity()
 
 

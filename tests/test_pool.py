@@ -17,7 +17,7 @@ from langgraph_latent.errors import CacheBudgetError, IntegrityError
 from langgraph_latent.handle.tokens import pack_tokens
 from langgraph_latent.kv.buffer import capacity_for
 from langgraph_latent.kv.state import KVState, LayerKind
-from langgraph_latent.pool.policies import LRU, Block
+from langgraph_latent.pool.policies import LRU, Candidate
 from langgraph_latent.pool.pool import CachePool, Namespace
 
 HOME = Namespace("model", "")
@@ -403,8 +403,8 @@ def test_broken_books_are_noticed() -> None:
 
 
 def test_lru_orders_by_last_use() -> None:
-    blocks = [Block(1, 10, 3.0), Block(2, 99, 1.0), Block(3, 5, 2.0)]
-    assert [block.key for block in LRU().order(blocks)] == [2, 3, 1]
+    candidates = [Candidate(1, 10, 3.0), Candidate(2, 99, 1.0), Candidate(3, 5, 2.0)]
+    assert [candidate.key for candidate in LRU().order(candidates)] == [2, 3, 1]
     assert LRU().order([]) == []
 
 

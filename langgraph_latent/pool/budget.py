@@ -1,4 +1,4 @@
-"""How many bytes a pool may use: read from text, or a share of the machine's memory."""
+"""How many bytes a pool may use: read from text, or a share of the machine's memory. It knows no caches."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import re
 
 import torch
 
+from langgraph_latent.checks import is_whole_number
 from langgraph_latent.errors import ConfigError
 
 
 def parse_bytes(size: int | str) -> int:
     """Bytes from an int or from text such as "512MiB", "4GiB", "2 GB". Raises `ConfigError`."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+    if is_whole_number(size) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(size), re.IGNORECASE)
     if not isinstance(size, str) or not match or not float(match[1]):
-        raise ConfigError(f"memory={size!r} is no size; pass bytes or text such as '512MiB' or '4GiB'")
+        raise ConfigError(f"memory={size!r} is not a size; pass bytes or text such as '512MiB' or '4GiB'")
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** "_kmgt".index(prefix.lower() or "_"))
 

@@ -1,4 +1,4 @@
-"""What is remembered of handles after their tensors are gone: the handles, which are small. Safe in threads."""
+"""Handles by id, remembered after their tensors are gone. It knows no tensors and no models; safe in threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HandleBook:
         return len(self._handles)
 
     def remember(self, handle: KVHandle) -> None:
-        """Note a handle; the longest unused ones are forgotten for it."""
+        """Keep a handle; the least recently used ones are forgotten to make room."""
         with self._lock:
             if handle.id not in self._handles:
                 self._used += 2 * len(handle.tokens)
@@ -33,7 +33,7 @@ class HandleBook:
                 self._used -= 2 * len(self._handles.popitem(last=False)[1].tokens)
 
     def find(self, handle_id: str) -> KVHandle | None:
-        """The handle with this id, or None where it was forgotten or never known."""
+        """The handle with this id; None where it was forgotten or never known."""
         with self._lock:
             if handle_id in self._handles:
                 self._handles.move_to_end(handle_id)

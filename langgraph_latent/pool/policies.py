@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 
-class Block(NamedTuple):
-    """Caches that share one storage and so can only be freed together."""
+class Candidate(NamedTuple):
+    """What can be evicted at once: caches that share one storage and can only be freed together."""
 
     key: int
     nbytes: int
@@ -17,13 +17,13 @@ class Block(NamedTuple):
 class EvictionPolicy(Protocol):
     """Decides the order of eviction."""
 
-    def order(self, blocks: Iterable[Block]) -> list[Block]:
-        """The evictable blocks, first to go first."""
+    def order(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """The candidates, first to go first."""
         ...
 
 
 class LRU:
     """Least recently used first."""
 
-    def order(self, blocks: Iterable[Block]) -> list[Block]:
-        return sorted(blocks, key=lambda block: block.last_used)
+    def order(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        return sorted(candidates, key=lambda candidate: candidate.last_used)

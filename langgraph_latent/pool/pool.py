@@ -15,12 +15,12 @@ from langgraph_latent.errors import CacheBudgetError, IntegrityError
 from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.buffer import KVBuffer
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.pool.policies import LRU, Block, EvictionPolicy
+from langgraph_latent.pool.policies import LRU, Candidate, EvictionPolicy
 from langgraph_latent.pool.prefix import Node, PrefixIndex
 
 
 class Namespace(NamedTuple):
-    """Reuse never crosses it: the model's identity, the tenant, and the provenance_digest of what was composed ("" for plain)."""
+    """Reuse never crosses it: the model's identity, the tenant, and the provenance digest ("" for plain)."""
 
     model: str
     tenant: str
@@ -41,7 +41,7 @@ class PoolInfo(NamedTuple):
 class Entry:
     """One kept state. `handles` are ids that mean it, `owners` the threads and scopes that made it.
 
-    `opaque_nbytes` are the bytes of layers that are kept whole, which it shares with no other entry.
+    `opaque_nbytes` are the bytes of its opaque layers, which it shares with no other entry.
     """
 
     namespace: Namespace
@@ -77,7 +77,7 @@ class CachePool:
     def put(self, namespace: Namespace, tokens: bytes, state: KVState, handle: str, owner: str = "") -> list[str]:
         """Keep `state`, the cache of packed `tokens`, for a handle id; returns the ids that lost their tensors for it.
 
-        `owner`, where given, may `release` it.
+        `owner`, where given, can `release` it.
 
         Raises `CacheBudgetError`, and changes nothing, where the state's storage alone is larger than the budget.
         """
@@ -134,7 +134,7 @@ class CachePool:
             return True
 
     def unpin(self, handle: str) -> list[str]:
-        """Undo one `pin` without a time limit, and any with one; returns the ids that lost their tensors by it."""
+        """Undo one `pin` without a time limit, and all with one; returns the ids that then lost their tensors."""
         with self._lock:
             entry = self._handles.get(handle)
             if entry is None:
@@ -213,8 +213,7 @@ class CachePool:
                     for kind, layer in zip(entry.state.kinds, entry.state.buffer.layers, strict=True)
                     if kind.has_tokens
                 ),
-                "layers that are kept whole are counted": self._opaque_nbytes
-                == sum(entry.state.opaque_nbytes for entry in entries),
+                "opaque layers are counted": self._opaque_nbytes == sum(entry.state.opaque_nbytes for entry in entries),
                 "a buffer's size is that of its layers": all(
                     entry.state.buffer.nbytes == sum(layer.nbytes for layer in entry.state.buffer.layers)
                     for entry in entries
@@ -245,15 +244,15 @@ class CachePool:
         lost: list[str] = []
         if self._used() <= self.budget_bytes:
             return lost
-        blocks = [
-            Block(key, _nbytes(group), max(entry.used for entry in group))
+        candidates = [
+            Candidate(key, _nbytes(group), max(entry.used for entry in group))
             for key, group in self._buffers.items()
             if keep not in group and not any(entry.is_pinned for entry in group)
         ]
-        for block in self._policy.order(blocks):
+        for candidate in self._policy.order(candidates):
             if self._used() <= self.budget_bytes:
                 break
-            for entry in list(self._buffers[block.key]):
+            for entry in list(self._buffers[candidate.key]):
                 lost += self._remove(entry)
         group = self._buffers[id(keep.state.buffer)]
         if self._used() > self.budget_bytes and not any(entry.is_pinned for entry in group):
@@ -283,5 +282,5 @@ def _buffer(group: set[Entry]) -> KVBuffer:
 
 
 def _nbytes(group: set[Entry]) -> int:
-    """Of a group's storage, and of the layers that each entry keeps whole."""
+    """Bytes of a group's storage, and of the opaque layers of each entry."""
     return _buffer(group).nbytes + sum(entry.opaque_nbytes for entry in group)

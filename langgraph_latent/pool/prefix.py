@@ -1,4 +1,4 @@
-"""A radix tree over packed token ids. It finds who shares the longest prefix; it knows nothing of tensors."""
+"""A radix tree over packed token ids. It finds the longest shared prefix; it knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class PrefixIndex(Generic[Value]):
         return node
 
     def remove(self, node: Node[Value]) -> None:
-        """Drop a node's value, and the nodes that nothing needs then."""
+        """Drop a node's value, and the nodes that are not needed any more."""
         node.value = None
         while node.parent is not None and node.value is None and len(node.children) < 2:
             parent = node.parent
-            if node.children:  # a link in the middle: join it with its only child
+            if node.children:  # in the middle of a path: join it with its only child
                 (child,) = node.children.values()
                 child.edge, child.parent = node.edge + child.edge, parent
                 parent.children[child.edge[:TOKEN_BYTES]] = child
@@ -61,10 +61,10 @@ class PrefixIndex(Generic[Value]):
         path: list[tuple[Node[Value], int]] = []
         child, at = self._root.children.get(tokens[:TOKEN_BYTES]), 0
         while child is not None:
-            whole = tokens.startswith(child.edge, at)
-            at += len(child.edge) if whole else common_tokens(child.edge, tokens[at:]) * TOKEN_BYTES
+            is_shared = tokens.startswith(child.edge, at)
+            at += len(child.edge) if is_shared else common_tokens(child.edge, tokens[at:]) * TOKEN_BYTES
             path.append((child, at // TOKEN_BYTES))
-            child = child.children.get(tokens[at : at + TOKEN_BYTES]) if whole else None
+            child = child.children.get(tokens[at : at + TOKEN_BYTES]) if is_shared else None
         below: Node[Value] | None = None
         for node, shared in reversed(path):
             for found in _under(node, below):
