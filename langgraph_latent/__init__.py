@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from langgraph_latent.handle.handle import KVHandle
     from langgraph_latent.handle.provenance import Repair
     from langgraph_latent.node import LatentNode, LatentState
-    from langgraph_latent.router.router import EdgePolicy, EdgeRouter, Route, RouteDecision
+    from langgraph_latent.router.choice import RouteDecision
+    from langgraph_latent.router.policy import EdgePolicy, Route
+    from langgraph_latent.router.router import EdgeRouter
     from langgraph_latent.spec.compat import Compatibility, Level, compare
     from langgraph_latent.spec.spec import ModelSpec
     from langgraph_latent.tracer import LatentTracer
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ChatLatent": "chat_model",
     "Compatibility": "spec.compat",
-    "EdgePolicy": "router.router",
+    "EdgePolicy": "router.policy",
     "EdgeRouter": "router.router",
     "KVHandle": "handle.handle",
     "LatentChannel": "channel",
@@ -37,8 +39,8 @@ _HOMES = {
     "Level": "spec.compat",
     "ModelSpec": "spec.spec",
     "Repair": "handle.provenance",
-    "Route": "router.router",
-    "RouteDecision": "router.router",
+    "Route": "router.policy",
+    "RouteDecision": "router.choice",
     "Selection": "handle.compose",
     "compare": "spec.compat",
     "merge": "handle.compose",

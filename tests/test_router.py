@@ -7,18 +7,32 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from langchain_core.messages import HumanMessage
 
-from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace
+from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace, ModelSpec
 from langgraph_latent.errors import ConfigError, RouteError, TenantError
 from langgraph_latent.events import Delivered, FellBack, Moved, Prefilled, Rebuilt, Routed
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.prompt.template import TemplateInputs
+from langgraph_latent.router import codes
+from langgraph_latent.router.choice import (
+    MARGIN,
+    OPTIONS,
+    Facts,
+    RouteDecision,
+    Situation,
+    by_identity,
+    choose,
+    choose_option,
+    facts_of,
+)
+from langgraph_latent.router.codes import DecisionCode
+from langgraph_latent.router.explain import Explanation, explain
+from langgraph_latent.router.policy import Route
 from langgraph_latent.router.rates import MIN_TOKENS, Cost, RateMeter, Rates
-from langgraph_latent.router.router import MARGIN, WAYS, Explanation, Facts, Route, RouteDecision, choose, choose_way
 from langgraph_latent.spec.compat import Compatibility, Difference, Level
 from langgraph_latent.testing import CHATML
 
@@ -154,14 +168,14 @@ CHOICES: list[tuple[str, Compatibility, EdgePolicy, bool, Route, Level, str]] = 
     ("only exact", EXACT, EdgePolicy(allow=frozenset({Level.EXACT})), True, Route.CACHE, Level.EXACT, "same_model"),
     ("text forced", EXACT, EdgePolicy(route=Route.TEXT), True, Route.TEXT, Level.TEXT, "forced"),
     ("text forced, other model", FOREIGN, EdgePolicy(route=Route.TEXT), True, Route.TEXT, Level.TEXT, "forced"),
-    ("text forced, behind", EXACT, EdgePolicy(route=Route.TEXT), False, Route.TEXT, Level.TEXT, "forced"),
+    ("text forced, after another", EXACT, EdgePolicy(route=Route.TEXT), False, Route.TEXT, Level.TEXT, "forced"),
     ("only text", EXACT, EdgePolicy(allow=frozenset({Level.TEXT})), True, Route.TEXT, Level.TEXT, "not_allowed"),
     ("other model", FOREIGN, EdgePolicy(), True, Route.TEXT, Level.TEXT, "other_model"),
-    ("other model, behind", FOREIGN, EdgePolicy(), False, Route.TEXT, Level.TEXT, "other_model"),
+    ("other model, after another", FOREIGN, EdgePolicy(), False, Route.TEXT, Level.TEXT, "other_model"),
     ("sibling", SIBLING, EdgePolicy(), True, Route.TEXT, Level.TEXT, "other_model"),
     ("sibling, judge", SIBLING, EdgePolicy(allow=ALL, judge=True), True, Route.TEXT, Level.TEXT, "other_model"),
-    ("behind another", EXACT, EdgePolicy(), False, Route.TEXT, Level.TEXT, "not_first"),
-    ("behind, judge", EXACT, EdgePolicy(allow=ALL, judge=True), False, Route.TEXT, Level.TEXT, "not_first"),
+    ("after another", EXACT, EdgePolicy(), False, Route.TEXT, Level.TEXT, "not_first"),
+    ("after another, judge", EXACT, EdgePolicy(allow=ALL, judge=True), False, Route.TEXT, Level.TEXT, "not_first"),
 ]
 
 
@@ -291,7 +305,7 @@ def test_a_cache_is_continued_only_where_it_works(table: Table) -> None:
             assert not facts.append_refusal
 
 
-def test_a_way_that_works_and_is_allowed_is_never_refused(table: Table) -> None:
+def test_an_option_that_works_and_is_allowed_is_never_refused(table: Table) -> None:
     """And too long a handle always is."""
     for compatibility, policy, facts, decision in table:
         too_long = policy.max_context_tokens is not None and facts.num_tokens > policy.max_context_tokens
@@ -317,7 +331,7 @@ def test_text_is_taken_only_where_no_cache_can_be_or_it_is_clearly_cheaper(table
         assert str(exact.estimated) in decision.reason
 
 
-def test_costs_decide_between_ways_only_where_both_are_known(table: Table) -> None:
+def test_costs_decide_between_options_only_where_both_are_known(table: Table) -> None:
     for _, _, facts, decision in table:
         if decision is None or decision.code != "cheaper":
             continue
@@ -335,7 +349,7 @@ def test_what_is_in_place_is_continued_whatever_the_rates(table: Table) -> None:
             assert choose(compatibility, policy, facts._replace(rates=Rates(1.0, 1.0), text_tokens=1)) == decision
 
 
-def test_an_estimate_is_of_the_way_that_is_taken(table: Table) -> None:
+def test_an_estimate_is_of_the_option_that_is_taken(table: Table) -> None:
     for _, _, facts, decision in table:
         if decision is None:
             continue
@@ -349,12 +363,12 @@ def test_an_estimate_is_of_the_way_that_is_taken(table: Table) -> None:
             assert cost == facts.rates.cost(facts.num_tokens - facts.cached_tokens, facts.move_bytes)
 
 
-def test_what_is_told_of_each_way_is_what_the_choice_goes_by(table: Table) -> None:
+def test_the_choice_goes_by_the_refusals_that_are_explained(table: Table) -> None:
     for compatibility, policy, facts, _ in table[::11]:
-        way, code, _ = choose_way(compatibility, policy, facts)
-        possible = [each for each in WAYS if not each.refusal(compatibility, policy, facts)]
-        assert way in possible or (way is None and not possible)
-        if way is not None and way.route is Route.TEXT:
+        option, code, _ = choose_option(compatibility, policy, facts)
+        possible = [each for each in OPTIONS if not each.refusal(compatibility, policy, facts)]
+        assert option in possible or (option is None and not possible)
+        if option is not None and option.route is Route.TEXT:
             assert (code == "cheaper") == any(each.route is Route.CACHE for each in possible)
 
 
@@ -381,7 +395,7 @@ def test_a_short_context_far_away_is_computed_again_and_a_long_one_near_is_moved
 
 
 @pytest.mark.parametrize("cached", [0, 400])
-def test_a_short_text_is_read_anew_instead_of_a_long_cache_that_is_gone_or_slow_to_move(cached: int) -> None:
+def test_a_short_text_is_re_read_instead_of_a_long_cache_that_is_gone_or_slow_to_move(cached: int) -> None:
     facts = Facts(400, cached, 10_000_000 if cached else 0, 40, SLOW)
     text = choose(EXACT, EdgePolicy(), facts)
     assert (text.route, text.level, text.code, text.estimated) == (
@@ -504,6 +518,29 @@ def test_a_cache_that_failed_becomes_a_decision_for_text_that_says_why() -> None
     assert failed.compatibility is EXACT
 
 
+def test_every_code_is_documented_once_with_what_it_means_and_what_to_do() -> None:
+    rows = [line.strip("| ").split(" | ") for line in (codes.__doc__ or "").splitlines() if line.startswith("| `")]
+    assert [row[0].strip("`") for row in rows] == list(get_args(DecisionCode))
+    assert all(len(row) == 3 and all(row) for row in rows)
+
+
+def test_every_code_that_a_decision_can_have_is_a_known_one_and_the_other_way_round(
+    table: Table, tiny_chat: ChatLatent
+) -> None:
+    moved = EdgePolicy(allow=ALL)
+    given = [decision for *_, decision in table if decision] + [
+        choose(EXACT, moved, Facts(9, 9, level=Level.MOVED)),
+        choose(EXACT, moved, Facts(9, 9, level=Level.MOVED, move_refusal="no rope")),
+        choose(EXACT, moved, Facts(9, 9, has_latent_steps=True)),
+        choose(EXACT, EdgePolicy()).failed(MemoryError()),
+        choose(EXACT, EdgePolicy()).diverged(3, 3, 9),
+    ]
+    replies = [tiny_chat.invoke(REPORT), tiny_chat.invoke(REPORT)]
+    found = {decision.code for decision in given} | {routed(reply)[2] for reply in replies}
+    found.add(choose_option(EXACT, EdgePolicy(max_context_tokens=1), Facts(2)).code)
+    assert found == set(get_args(DecisionCode))
+
+
 # -- in a workspace ------------------------------------------------------------------------------------------------
 
 
@@ -537,7 +574,7 @@ def far_chat(tiny_chat: ChatLatent, monkeypatch: pytest.MonkeyPatch) -> ChatLate
 
 def measured(ws: LatentWorkspace, chat: ChatLatent, rates: Rates) -> None:
     """As if a chat model's rates had been measured."""
-    ws._meters[chat.resident()].rates = rates
+    ws.models._meters[chat.resident()].rates = rates
 
 
 def routed(reply: Any) -> tuple[str, int, str]:
@@ -577,7 +614,7 @@ def test_an_evicted_handle_is_rebuilt_and_costs_what_was_estimated(tiny_chat: Ch
     assert reply.text == first.text
 
 
-def test_an_evicted_handle_written_under_other_tools_is_read_anew_where_that_is_shorter(
+def test_an_evicted_handle_written_under_other_tools_is_re_read_where_that_is_shorter(
     tiny_folder: Callable[..., Path], ws: LatentWorkspace
 ) -> None:
     """Its tokens can't stay as they are; the answer is that of the text run."""
@@ -585,8 +622,8 @@ def test_an_evicted_handle_written_under_other_tools_is_read_anew_where_that_is_
     tools = [{"name": f"tool_{number}", "description": REPORT, "parameters": {}} for number in range(3)]
     reply = chat.bind_tools(tools).invoke(REPORT)
     handle = ws.handle(reply)
-    told = chat.get_num_tokens_from_messages([HumanMessage(REPORT)])
-    assert handle.num_tokens > 2 * told
+    num_text_tokens = chat.get_num_tokens_from_messages([HumanMessage(REPORT)])
+    assert handle.num_tokens > 2 * num_text_tokens
     ws.evict(handle)
     measured(ws, chat, Rates(1000.0, 1e9))
     explained = ws.explain(handle, chat, template_inputs=TemplateInputs()).decision
@@ -640,7 +677,7 @@ def test_a_prefix_elsewhere_is_moved_by_the_same_rule_without_a_handle(
 
 
 @pytest.mark.parametrize("on_failure", ["fall_back", "raise"])
-def test_a_move_that_fails_is_read_again_and_told_or_raised(
+def test_a_move_that_fails_is_re_read_and_reported_or_raised(
     tiny_chat: ChatLatent,
     far_chat: ChatLatent,
     ws: LatentWorkspace,
@@ -711,7 +748,7 @@ def test_an_explanation_is_the_decision_that_is_taken_then(
     measured(ws, receiver, rates)
     ws.router.policies[("*", "")] = policy
     num_events = len(ws.tracer.events)
-    explanation = ws.router.explain(doc, receiver)
+    explanation = ws.explain(doc, receiver)
     assert len(ws.tracer.events) == num_events
     assert repr(explanation) == explanation
     decision = explanation.decision
@@ -742,9 +779,9 @@ def test_an_explanation_holds_the_whole_reasoning(
     assert "for a judge" in text
     assert "9,000" in text
     assert f"{doc.num_tokens} tokens, 0 of them in the pool" in text
-    for way in ("deliver", "rebuild", "adapt", "re-read"):
-        assert any(line.startswith(way) for line in text.splitlines())
-    assert text.count("can't be taken") == 3
+    for option in ("deliver", "rebuild", "re-read"):
+        assert any(line.startswith(option) for line in text.splitlines())
+    assert text.count("can't be taken") == 2
     assert text.count("; taken") == 1
     assert "tokens/s" in ws.explain(doc, tiny_chat)
     assert "the router's default" in ws.explain(doc, tiny_chat)
@@ -755,36 +792,44 @@ def test_a_spec_is_explained_like_the_chat_model_that_has_it(
 ) -> None:
     doc = tiny_chat.read(REPORT)
     for chat in (tiny_chat, other_chat):
-        assert ws.router.explain(doc, chat.spec) == ws.router.explain(doc, chat)
+        assert ws.explain(doc, chat.spec) == ws.explain(doc, chat)
     stranger = dataclasses.replace(tiny_chat.spec, name="not/here", weights="f" * 64)
-    assert "not/here" in ws.router.explain(doc, stranger)
+    assert "not/here" in ws.explain(doc, stranger)
 
 
 def test_a_second_handle_is_explained_as_one(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:
     explanation = ws.explain(tiny_chat.read(REPORT), tiny_chat, first=False)
     assert explanation.decision is not None
     assert explanation.decision.code == "not_first"
-    assert "behind another handle" in explanation
+    assert "after another handle" in explanation
+
+
+def by_itself(handle: KVHandle, receiver: ModelSpec) -> Situation:
+    """What is known of an edge without a workspace."""
+    return Situation(handle.model, receiver, by_identity(handle.model, receiver), facts_of(handle, receiver))
 
 
 def test_a_router_without_a_workspace_explains_what_can_be_known(tiny_chat: ChatLatent) -> None:
     doc = tiny_chat.read(REPORT)
-    explanation = EdgeRouter().explain(doc, tiny_chat.spec)
+    explanation = explain(EdgeRouter(), doc, by_itself(doc, tiny_chat.spec))
     assert isinstance(explanation, Explanation)
     assert explanation.decision is not None
     assert explanation.decision.route is Route.CACHE
     assert "not measured yet" in explanation
     stranger = KVHandle.root("f" * 32).extend("prompt", "a", doc.tokens, doc.messages, 1)
-    assert "unknown model" in str(EdgeRouter().explain(doc, dataclasses.replace(tiny_chat.spec, weights="f" * 64)))
-    assert EdgeRouter().explain(stranger, tiny_chat).decision.code == "other_model"  # type: ignore[union-attr]
+    other = dataclasses.replace(tiny_chat.spec, weights="f" * 64)
+    assert "unknown model" in str(explain(EdgeRouter(), doc, by_itself(doc, other)))
+    refused = explain(EdgeRouter(), stranger, by_itself(stranger, tiny_chat.spec)).decision
+    assert refused is not None
+    assert refused.code == "other_model"
 
 
-def test_a_router_of_two_workspaces_asks_the_one_of_the_chat_model(tiny_folder: Callable[..., Path]) -> None:
+def test_one_of_two_workspaces_asks_the_one_of_the_chat_model(tiny_folder: Callable[..., Path]) -> None:
     router = EdgeRouter()
-    with LatentWorkspace(router=router) as first, LatentWorkspace(router=router):
+    with LatentWorkspace(router=router) as first, LatentWorkspace(router=router) as second:
         chat = ChatLatent(model=str(tiny_folder("llama")), workspace=first)
         doc = chat.read(REPORT)
-        assert f"{doc.num_tokens} of them in the pool" in router.explain(doc, chat)
+        assert f"{doc.num_tokens} of them in the pool" in second.explain(doc, chat)
 
 
 def test_what_is_refused_in_use_is_refused_in_an_explanation(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:

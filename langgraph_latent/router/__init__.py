@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from langgraph_latent.router.router import EdgePolicy, EdgeRouter, Route, RouteDecision
+from langgraph_latent.router.choice import RouteDecision
+from langgraph_latent.router.policy import EdgePolicy, Route
+from langgraph_latent.router.router import EdgeRouter
 
 __all__ = ["EdgePolicy", "EdgeRouter", "Route", "RouteDecision"]

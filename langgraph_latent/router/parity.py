@@ -1,6 +1,6 @@
 """Whether latent steps may be trusted: what was measured of a model's answers with them and without. Plain values.
 
-`metrics.measure_parity` measures it; routers ask for it.
+It knows how a measurement is kept and what it permits, not how it is made: `metrics.measure_parity` does that.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ FILE = "parity.json"
 
 @dataclass(frozen=True)
 class Parity:
-    """How answers behind latent steps compare with those behind a plain prefill, on a calibration set.
+    """How answers after latent steps compare with those after a plain prefill, on a calibration set.
 
     Attributes:
-        num_tasks: of the set.
+        num_tasks: in the set.
         steps: latent steps.
         gain: mean difference of the given answers' log-likelihood, nats a token; below 0 the steps lose.
         low, high: its 95 % bootstrap interval.
@@ -46,12 +46,12 @@ def remember_parity(identity: str, parity: Parity) -> None:
 
 
 def parity_refusal(identity: str, steps: int) -> str:
-    """Why so many latent steps of a model are not to be used; "" where a measurement says that they lose nothing."""
+    """Why `steps` latent steps of a model are not to be used; "" where a measurement says that they lose nothing."""
     try:
         known = Parity(**DiskCache(FILE).recall(f"{identity} {steps}"))
     except TypeError:
         return (
             f"it was never measured that {steps} latent steps lose nothing with this model: run "
-            f"metrics.measure_parity(), or `langgraph-latent measure MODEL TASKS.jsonl --think {steps}`"
+            f"evaluation.measure.measure_parity(), or `langgraph-latent measure MODEL TASKS.jsonl --think {steps}`"
         )
     return known.refusal

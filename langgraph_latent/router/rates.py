@@ -1,4 +1,4 @@
-"""How fast a model reads and caches move, as measured, and what that makes of tokens and bytes.
+"""How fast a model prefills and caches move, as measured, and what tokens and bytes cost at these rates.
 
 It knows numbers only: no models, no tensors, no routes.
 """
@@ -9,9 +9,9 @@ import threading
 from typing import NamedTuple
 
 HALF_LIFE_TOKENS, HALF_LIFE_BYTES = 8_192, 1 << 28
-"""After so much more of it was measured, an old measurement weighs half."""
+"""After so many more tokens or bytes, an old measurement weighs half."""
 MIN_TOKENS = 16
-"""A shorter prefill says more about the overhead of a call than about a rate."""
+"""A shorter prefill measures the overhead of a call more than a rate."""
 
 
 class Cost(NamedTuple):
@@ -27,13 +27,13 @@ class Cost(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Of one model where it runs; 0 where nothing was measured yet."""
+    """Rates of one model where it runs; 0 where nothing was measured yet."""
 
     prefill_tokens_per_s: float = 0.0
     move_bytes_per_s: float = 0.0
 
     def cost(self, num_tokens: int, num_bytes: int = 0) -> Cost:
-        """Of prefilling tokens and moving bytes; without seconds where a rate that it takes is not known."""
+        """What prefilling tokens and moving bytes costs; without seconds where a rate for it is not known."""
         prefill_rate, move_rate = self
         if (num_tokens and not prefill_rate) or (num_bytes and not move_rate):
             return Cost(num_tokens, None, num_bytes)
