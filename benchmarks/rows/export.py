@@ -32,7 +32,7 @@ def run(bench: Bench) -> Result:
         name: [] for name in ("to bytes", "from bytes", "to file", "from file", "SHA-256 and finiteness alone")
     }
     with bench.workspace.scope(), tempfile.TemporaryDirectory() as folder:
-        bench.workspace.keep(handle, state, CallSite())
+        bench.workspace.keep(handle, state, bench.model, CallSite())
 
         def ours(number: int) -> float:
             return _round_trip(bench, handle, Path(folder) / "cache", parts)

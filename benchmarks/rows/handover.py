@@ -18,7 +18,7 @@ from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.pool.pool import CachePool
 from langgraph_latent.prompt.template import PLAIN
-from langgraph_latent.workspace.delivery import Request
+from langgraph_latent.workspace.request import Request
 
 LENGTHS = (128, 1024, 8192)
 ADDED = 64
@@ -80,8 +80,8 @@ class Case:
         handle = self._root.extend("prompt", "reader", self._tokens, self._messages, 1)
         with workspace.scope():
             begin = time.perf_counter()
-            workspace.keep(handle, self._state, CallSite())
-            delivery = workspace.deliver(model, Request(self._question, PLAIN, [handle], True, True, CallSite()))
+            workspace.keep(handle, self._state, model, CallSite())
+            delivery = workspace.deliverer.deliver(model, Request(self._question, PLAIN, [handle], True, True, CallSite()))
             with delivery.state.append(len(delivery.tokens) // TOKEN_BYTES) as tail:
                 seconds = time.perf_counter() - begin
                 assert tail.num_tokens == self.num_tokens, "the receiver gets all of it"

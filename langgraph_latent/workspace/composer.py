@@ -1,6 +1,6 @@
-"""Makes the part of a cache that a recipe describes: blocks moved, repaired and weighted, or latent steps.
+"""The part of a cache that a provenance describes: blocks moved, repaired and weighted, or latent steps.
 
-It knows recipes, states and one model; not where states are kept.
+It knows provenances, states and one model; not where states are kept.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from langgraph_latent.kv.move import Piece, append_moved
 from langgraph_latent.kv.repair import EARLY_LAYER, first_of_blocks, most_deviating
 from langgraph_latent.kv.state import KVState
 
-Origins = Mapping[str, KVState]
+SourceStates = Mapping[str, KVState]
 """The states of the handles that blocks come from, by id."""
 
 
 class Made(NamedTuple):
-    """A state with what a recipe adds, and how many tokens of it were computed anew."""
+    """A state with what a provenance adds, and how many tokens of it were recomputed."""
 
     state: KVState
     num_repaired: int
 
 
 def compose(
-    provenance: Composition, ids: Sequence[int], start: KVState, model: ResidentModel, source_handles: Origins
+    provenance: Composition, ids: Sequence[int], start: KVState, model: ResidentModel, sources: SourceStates
 ) -> Made:
-    """`start` and behind it the blocks of a provenance, whose token ids are `ids`; see `biases_of` for what they weigh."""
+    """`start` with the blocks of a composition appended, of token ids `ids`; `biases_of` says what they weigh."""
     begin = start.num_tokens
-    pieces = _pieces(provenance.blocks, source_handles)
+    pieces = _pieces(provenance.blocks, sources)
     with start.append(begin + len(ids)) as tail:
         append_moved(tail, pieces, model.rotations)
         chosen = _chosen(provenance, ids, start, tail.seal(), model) if provenance.repair else []
@@ -43,14 +43,14 @@ def compose(
         return Made(tail.seal(), len(chosen))
 
 
-def think(provenance: LatentSteps, last: int, start: KVState, model: ResidentModel) -> Made:
-    """`start`, and behind it the token `last` and latent steps."""
+def take_steps(provenance: LatentSteps, last: int, start: KVState, model: ResidentModel) -> Made:
+    """`start` with the token `last` and latent steps appended."""
     with start.append(start.num_tokens + 1 + provenance.steps) as tail:
         model.think(last, provenance.steps, tail)
         return Made(tail.seal(), 0)
 
 
-def _pieces(blocks: Sequence[Block], source_handles: Origins) -> list[Piece]:
+def _pieces(blocks: Sequence[Block], sources: SourceStates) -> list[Piece]:
     """The blocks as pieces of states; neighbours of one handle in one piece."""
     pieces: list[Piece] = []
     last: KVHandle | None = None
@@ -59,7 +59,7 @@ def _pieces(blocks: Sequence[Block], source_handles: Origins) -> list[Piece]:
         if last is not None and block.handle.id == last.id and block.begin > int(pieces[-1].positions[-1]):
             pieces[-1] = pieces[-1]._replace(positions=torch.cat([pieces[-1].positions, positions]))
         else:
-            pieces.append(Piece(source_handles[block.handle.id], positions))
+            pieces.append(Piece(sources[block.handle.id], positions))
         last = block.handle
     return pieces
 
@@ -67,7 +67,7 @@ def _pieces(blocks: Sequence[Block], source_handles: Origins) -> list[Piece]:
 def _chosen(
     provenance: Composition, ids: Sequence[int], start: KVState, moved: KVState, model: ResidentModel
 ) -> list[int]:
-    """Indices of the tokens that are computed anew; latent steps, which have no token ids, never are."""
+    """Indices of the tokens that are recomputed; latent steps, which have no token ids, never are."""
     assert provenance.repair is not None
     latent = set(_latent(provenance.blocks))
     usable = [index for index in range(len(ids)) if index not in latent]

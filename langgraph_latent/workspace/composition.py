@@ -1,4 +1,4 @@
-"""Handles made of parts of others for one model: behind a system prompt, by selections, within a budget of tokens.
+"""Handles made of parts of others for one model: after a system prompt, by selections, within a budget of tokens.
 
 It knows the workspace, the model and handles; not LangChain's messages. What it makes is computed when it is inherited.
 """

@@ -1,115 +1,276 @@
-"""What a chat model asks of a workspace and what it gets, and how several handles become one conversation. Pure.
+"""How a request is served: each edge routed, the prompt rendered, the cache brought to the receiver, or the next safer
+way taken.
 
-It knows handles, states and decisions; not where they are kept.
+It knows handles, policies and where tensors come from; not what is done with a delivery.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+import time
+from dataclasses import replace
 
-from langgraph_latent.events import CallSite
-from langgraph_latent.handle.handle import KVHandle, Message
+from langgraph_latent.engine.model import ResidentModel
+from langgraph_latent.errors import ConfigError, HandleError, PromptError, RouteError
+from langgraph_latent.events import Delivered, Diverged, FellBack, Rebuilt, Reworded, Routed
+from langgraph_latent.handle.compose import merge, repaired, without_contained
+from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.handle.tokens import TOKEN_BYTES
+from langgraph_latent.kv.buffer import capacity_for
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.prompt.prompt import Prompt
 from langgraph_latent.prompt.template import TemplateInputs
-from langgraph_latent.router.router import EdgePolicy, Route, RouteDecision
-from langgraph_latent.spec.compat import Level
-
-EMPTY_ANSWER: Message = {"role": "assistant", "content": ""}
-"""Stands for latent steps, which have no text."""
-
-
-class Request(NamedTuple):
-    """What a chat model asks for: new messages behind inherited handles, in a template_inputs; with `reply`, up to where an
-    answer begins."""
-
-    messages: Sequence[Message]
-    template_inputs: TemplateInputs
-    handles: Sequence[KVHandle]
-    reply: bool
-    reuse: bool
-    call_site: CallSite
-
-    @property
-    def num_fed(self) -> int:
-        """How many tokens must be fed: an answer's first token follows the logits of one that is."""
-        return 1 if self.reply else 0
+from langgraph_latent.router.choice import Facts, RouteDecision, Situation, by_identity, choose, facts_of
+from langgraph_latent.router.parity import parity_refusal
+from langgraph_latent.router.policy import EdgePolicy, Route
+from langgraph_latent.router.rates import Cost, Rates
+from langgraph_latent.router.router import EdgeRouter
+from langgraph_latent.spec.compat import Compatibility, Level, compare
+from langgraph_latent.spec.spec import ModelSpec
+from langgraph_latent.workspace.keeper import CacheKeeper
+from langgraph_latent.workspace.materialize import Materializer
+from langgraph_latent.workspace.models import ModelsInUse
+from langgraph_latent.workspace.request import Delivery, Plan, Request, joined_transcript, transcript, unrouted
 
 
-class Plan(NamedTuple):
-    """How a request is to be served.
+class Deliverer:
+    """Serves requests of one workspace. Safe in threads."""
 
-    Attributes:
-        edges: one decision per handle.
-        policies: of these edges.
-        lead: the handle whose cache is continued; `root` where there is none.
-        told: all messages, those of the lead included.
-        root: the handle of no tokens.
-        prompt: of the lead and the messages behind it.
-    """
+    def __init__(
+        self, router: EdgeRouter, keeper: CacheKeeper, materializer: Materializer, models: ModelsInUse
+    ) -> None:
+        self._router = router
+        self._keeper = keeper
+        self._materializer = materializer
+        self._models = models
 
-    edges: list[RouteDecision]
-    policies: tuple[EdgePolicy, ...]
-    lead: KVHandle
-    told: tuple[Message, ...]
-    root: KVHandle
-    prompt: Prompt = Prompt(b"", 0)
+    def deliver(self, receiver: ResidentModel, request: Request) -> Delivery:
+        """Bring what is inherited to a receiver, after one routing decision per edge.
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt.tokens) // TOKEN_BYTES
+        Raises `HandleError`, `RouteError`, `PromptError` or `CacheBudgetError`; nothing is computed or changed by then.
+        """
+        self._models.check_open()
+        for handle in request.handles:
+            self._keeper.check(handle)
+        plan = self._planned(receiver, request)
+        begin = time.perf_counter()
+        try:
+            state, moved = self._brought(receiver, request, plan)
+        except (RuntimeError, MemoryError) as error:  # the receiver's device has no room for it
+            if not plan.may_fall_back:
+                raise
+            self.report_failure(request, plan.lead, error)
+            plan, state, moved = self._failed(receiver, request, plan, error), receiver.empty_state(), None
+        if plan.lead.tokens:
+            self._report_delivery(request, plan, state, time.perf_counter() - begin)
+        if plan.prompt.num_inherited < plan.lead.num_tokens:
+            plan = plan.diverged(state.num_tokens, receiver.spec.capabilities.refusal("crop"))
+        decision = max(plan.edges, key=lambda edge: edge.level) if plan.edges else unrouted(state.num_tokens)
+        num_missing = plan.num_tokens - state.num_tokens
+        estimated = self._models.rates(receiver).cost(num_missing, moved.move_bytes if moved else 0)
+        return Delivery(
+            plan.prompt.tokens,
+            state,
+            base=plan.lead,
+            messages=plan.transcript[plan.lead.num_messages :],
+            decision=replace(decision, estimated=estimated, actual=moved),
+            may_fall_back=plan.may_fall_back,
+        )
 
-    @property
-    def may_fall_back(self) -> bool:
-        """Whether a failing cache may be replaced by re-reading."""
-        return all(policy.may_fall_back for policy in self.policies)
+    def deliver_as_text(
+        self, receiver: ResidentModel, request: Request, delivery: Delivery, error: Exception
+    ) -> Delivery:
+        """What a receiver starts from after a delivered cache failed in use: everything is re-read."""
+        self.report_failure(request, delivery.base, error)
+        self._keeper.give_up(delivery.state)
+        decision = delivery.decision.failed(error)
+        if not delivery.base.provenance_digest:
+            return delivery._replace(state=receiver.empty_state(), decision=decision)
+        messages = (*transcript(delivery.base), *delivery.messages)
+        again = self.deliver(receiver, request._replace(messages=messages, handles=(), reuse=False))
+        return again._replace(decision=decision)
 
-    def diverged(self, num_cached: int, crop_refusal: str = "") -> Plan:
-        """The plan where the prompt keeps only the first tokens of the lead, of which so many are cached."""
-        num_kept, num_inherited = self.prompt.num_inherited, self.lead.num_tokens
-        first = self.edges[0].diverged(num_kept, min(num_kept, num_cached), num_inherited, crop_refusal)
-        return self._replace(edges=[first, *self.edges[1:]], lead=self.root)
+    def situation(
+        self,
+        handle: KVHandle,
+        spec: ModelSpec,
+        receiver: ResidentModel | None,
+        *,
+        first: bool,
+        template_inputs: TemplateInputs | None,
+    ) -> Situation:
+        """What the edge from a handle to a model is decided from now; `receiver` is None where none is in memory."""
+        sender = self._models.spec(handle.model)
+        if sender is None:
+            compatibility = by_identity(handle.model, spec)
+        else:  # a spec that is not a model's in use may have other notes than the one with its identity
+            compatibility = self._models.compatibility(sender, spec) if receiver else compare(sender, spec)
+        facts = facts_of(handle, spec)._replace(
+            first=first, rates=self._models.rates(receiver) if receiver else Rates()
+        )
+        if compatibility.level is Level.EXACT and first:
+            num_cached, move_bytes = self._materializer.availability(handle, spec, receiver)
+            facts = facts._replace(cached_tokens=num_cached, move_bytes=move_bytes)
+            is_costly = move_bytes or handle.num_tokens - num_cached > handle.num_pending
+            if is_costly and receiver and template_inputs:
+                facts = facts._replace(text_tokens=_num_text_tokens(handle, receiver, template_inputs))
+        if facts.has_latent_steps and not facts.latent_steps_refusal:
+            refusals = (parity_refusal(spec.identity, steps) for steps in sorted(handle.steps))
+            facts = facts._replace(latent_steps_refusal=next(filter(None, refusals), ""))
+        return Situation(sender or handle.model, spec, compatibility, facts)
+
+    # -- the plan -------------------------------------------------------------------------------------------------
+
+    def _planned(self, receiver: ResidentModel, request: Request) -> Plan:
+        """How each edge is served, and the prompt after what comes as a cache."""
+        spec, node = self._models.note(receiver), request.call_site.node
+        handles = self._joined(without_contained(request.handles), spec, node)
+        policies = tuple(self._router.policy_for(handle, node) for handle in handles)
+        edges = [
+            self._route(handle, receiver, policy, request, first=not index, last=index == len(handles) - 1)
+            for index, (handle, policy) in enumerate(zip(handles, policies, strict=True))
+        ]
+        root = KVHandle.root(spec.identity, self._keeper.tenant)
+        is_cache = bool(edges) and edges[0].route is Route.CACHE
+        lead = handles[0] if is_cache else root
+        receiver.check_vocabulary(lead)
+        inherited = joined_transcript([handle.messages if handle is lead else transcript(handle) for handle in handles])
+        plan = self._with_prompt(receiver, request, Plan(edges, policies, lead, (*inherited, *request.messages), root))
+        if not lead.provenance_digest or plan.prompt.num_inherited == lead.num_tokens:
+            return plan
+        # what was composed can't be a part of what is plain
+        if not policies[0].may_read:
+            raise RouteError(
+                f"the template renders handle {lead.id} otherwise, and the edge's policy forbids to re-read it"
+            )
+        num_kept, num_inherited = plan.prompt.num_inherited, lead.num_tokens
+        self._keeper.emit(Diverged.of(lead, request.call_site, num_tokens=num_kept, num_inherited=num_inherited))
+        return self._as_text(receiver, request, plan)._replace(edges=plan.diverged(0).edges)
+
+    def _joined(self, handles: list[KVHandle], spec: ModelSpec, node: str) -> list[KVHandle]:
+        """Several handles as one, repaired, where every edge's policy allows level 1 and the model can; else as is."""
+        policies = [self._router.policy_for(handle, node) for handle in handles]
+        is_allowed = all(Level.MOVED in policy.levels and policy.route is not Route.TEXT for policy in policies)
+        is_own = all(handle.model == spec.identity for handle in handles)
+        if not (handles and is_allowed and is_own and spec.capabilities.can("move")):
+            return handles
+        repair = policies[0].repair if spec.capabilities.can("batch") else None
+        try:
+            return [repaired(merge(handles), repair)]
+        except (ConfigError, HandleError):  # too many blocks, or blocks of blocks too often
+            return handles
+
+    def _route(
+        self,
+        handle: KVHandle,
+        receiver: ResidentModel,
+        policy: EdgePolicy,
+        request: Request,
+        *,
+        first: bool,
+        last: bool,
+    ) -> RouteDecision:
+        inputs = request.template_inputs
+        situation = self.situation(handle, receiver.spec, receiver, first=first, template_inputs=inputs)
+        facts, compatibility = situation.facts, situation.compatibility
+        if handle.provenance_digest and not last:
+            refusal = facts.move_refusal or "other handles come after it, and their edges forbid to join them"
+            facts = facts._replace(move_refusal=refusal)
+        decision = choose(compatibility, policy, facts)
+        self._keeper.emit(
+            Routed.of(
+                handle,
+                request.call_site,
+                route=decision.route.value,
+                level=int(decision.level),
+                code=decision.code,
+                reason=decision.reason,
+                differences=compatibility.reasons,
+            )
+        )
+        return decision
+
+    def _with_prompt(self, receiver: ResidentModel, request: Request, plan: Plan) -> Plan:
+        """A plan with its prompt, which is rendered and checked here."""
+        prompts, inputs = receiver.prompts, request.template_inputs
+        prompt = prompts.extend(plan.lead, plan.transcript[plan.lead.num_messages :], inputs, reply=request.reply)
+        if changes := prompts.template.adapt(plan.transcript, inputs.tools).changes:
+            self._keeper.emit(Reworded(call_site=request.call_site, model=plan.root.model, changes=changes))
+        plan = plan._replace(prompt=prompt)
+        receiver.check_length(plan.num_tokens + request.num_fed)
+        self._keeper.pool.check_fits(capacity_for(plan.num_tokens) * receiver.spec.bytes_per_token)
+        return plan
+
+    def _failed(self, receiver: ResidentModel, request: Request, plan: Plan, error: Exception) -> Plan:
+        """The plan to re-read everything after a cache failed."""
+        edges = [edge.failed(error) for edge in plan.edges[:1]] + plan.edges[1:]
+        if not plan.lead.provenance_digest:
+            return plan._replace(edges=edges, lead=plan.root)
+        return self._as_text(receiver, request, plan)._replace(edges=edges)
+
+    def _as_text(self, receiver: ResidentModel, request: Request, plan: Plan) -> Plan:
+        """The plan with the messages of its lead rendered as text."""
+        messages = (*transcript(plan.lead), *plan.transcript[plan.lead.num_messages :])
+        return self._with_prompt(receiver, request, plan._replace(lead=plan.root, transcript=messages))
+
+    # -- the cache ------------------------------------------------------------------------------------------------
+
+    def _brought(self, receiver: ResidentModel, request: Request, plan: Plan) -> tuple[KVState, Cost | None]:
+        """The state that a plan's prompt goes on from, where the receiver is, and what moving it there took.
+
+        Whether a state from elsewhere is moved was decided with the edge; where there is none, it is decided alike.
+        """
+        may_reuse = request.reuse and not any(policy.route is Route.TEXT for policy in plan.policies)
+        if not (may_reuse or plan.lead.provenance_digest) or not receiver.spec.capabilities.can("append"):
+            return receiver.empty_state(), None
+        limit = plan.num_tokens - request.num_fed
+        found = self._materializer.longest_state(plan.lead, plan.prompt.tokens, limit, receiver, request.call_site)
+        if found is None:
+            return receiver.empty_state(), None
+        if not (nbytes := self._materializer.bytes_elsewhere(found, receiver)):
+            return found, None
+        facts = Facts(limit, found.num_tokens, nbytes, rates=self._models.rates(receiver))
+        edge = plan.edges[0] if plan.edges else choose(Compatibility(Level.EXACT), EdgePolicy(), facts)
+        is_worth_it = edge.estimated is not None and edge.estimated.move_bytes
+        if (
+            not is_worth_it and not plan.lead.provenance_digest
+        ):  # a composed cache is not computed by reading its tokens
+            return receiver.empty_state(), None
+        return self._materializer.move(found, receiver, request.call_site)
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def _report_delivery(self, request: Request, plan: Plan, state: KVState, duration_s: float) -> None:
+        handle, num_inherited, call_site = plan.lead, plan.prompt.num_inherited, request.call_site
+        if num_inherited < handle.num_tokens:
+            self._keeper.emit(Diverged.of(handle, call_site, num_tokens=num_inherited, num_inherited=handle.num_tokens))
+        missing = num_inherited - state.num_tokens
+        if missing > handle.num_pending:
+            self._keeper.emit(Rebuilt.of(handle, call_site, num_tokens=missing, reason="not in the pool"))
+        self._keeper.emit(
+            Delivered.of(
+                handle,
+                call_site,
+                num_tokens=handle.num_tokens,
+                nbytes=handle.nbytes,
+                duration_s=duration_s,
+                route=Route.CACHE.value,
+                cache_read=min(state.num_tokens, num_inherited),
+            )
+        )
+
+    def report_failure(self, request: Request, handle: KVHandle, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        self._keeper.emit(
+            FellBack.of(
+                handle, request.call_site, from_route=Route.CACHE.value, to_route=Route.TEXT.value, reason=reason
+            )
+        )
 
 
-class Delivery(NamedTuple):
-    """What a receiver starts from: the prompt's packed tokens, a state that covers a prefix of them, the handle to
-    extend (its tokens are a prefix of the prompt) with the messages that are new to it, and how its edge was served.
-    `may_fall_back` is False where a policy wants failures raised."""
-
-    tokens: bytes
-    state: KVState
-    base: KVHandle
-    messages: tuple[Message, ...]
-    decision: RouteDecision
-    may_fall_back: bool
-
-    def missing(self, num_left: int = 0) -> bytes:
-        """The prompt's tokens that are not in the state, but for the last `num_left`."""
-        return self.tokens[self.state.num_tokens * TOKEN_BYTES : len(self.tokens) - num_left * TOKEN_BYTES]
-
-
-def joined_transcript(conversations: Sequence[Sequence[Message]]) -> tuple[Message, ...]:
-    """Several conversations in order; what a later one shares with the first from the start is told once."""
-    told: list[Message] = list(conversations[0]) if conversations else []
-    for messages in conversations[1:]:
-        pairs = zip(messages, conversations[0], strict=False)
-        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        told += messages[shared:]
-    return tuple(told)
-
-
-def transcript(handle: KVHandle) -> tuple[Message, ...]:
-    """A handle's messages without those that stand for latent steps: these say nothing as text."""
-    if not handle.has_latent_steps:
-        return handle.messages
-    return tuple(message for message in handle.messages if message != EMPTY_ANSWER)
-
-
-def unrouted(cache_read: int) -> RouteDecision:
-    """How a request that inherits nothing was served."""
-    if cache_read:
-        return RouteDecision(Route.CACHE, Level.EXACT, "prefix", f"{cache_read} leading tokens were in the pool")
-    return RouteDecision(Route.TEXT, Level.TEXT, "nothing_inherited", "nothing was inherited, nothing was in the pool")
+def _num_text_tokens(handle: KVHandle, receiver: ResidentModel, inputs: TemplateInputs) -> int | None:
+    """Tokens of a handle's messages under other template inputs than they were written with; None for the same."""
+    if all(segment.inputs_digest == inputs.digest for segment in handle.segments):
+        return None
+    try:
+        return len(receiver.prompts.write(handle.messages, inputs, reply=False).tokens) // TOKEN_BYTES
+    except PromptError:  # they can't be rendered alone
+        return None

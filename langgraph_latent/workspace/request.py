@@ -1,0 +1,116 @@
+"""A request, the plan to serve it and what is delivered for it; several handles as one conversation. Pure.
+
+It knows handles, states and decisions; not where they are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from langgraph_latent.events import CallSite
+from langgraph_latent.handle.handle import KVHandle, Message
+from langgraph_latent.handle.tokens import TOKEN_BYTES
+from langgraph_latent.kv.state import KVState
+from langgraph_latent.prompt.prompt import Prompt
+from langgraph_latent.prompt.template import TemplateInputs
+from langgraph_latent.router.choice import RouteDecision
+from langgraph_latent.router.policy import EdgePolicy, Route
+from langgraph_latent.spec.compat import Level
+
+EMPTY_ANSWER: Message = {"role": "assistant", "content": ""}
+"""Stands for latent steps, which have no text."""
+
+
+class Request(NamedTuple):
+    """What a chat model asks for: new messages after inherited handles, rendered with template inputs; with `reply`, up
+    to where an answer begins."""
+
+    messages: Sequence[Message]
+    template_inputs: TemplateInputs
+    handles: Sequence[KVHandle]
+    reply: bool
+    reuse: bool
+    call_site: CallSite
+
+    @property
+    def num_fed(self) -> int:
+        """How many tokens must be fed: an answer's first token follows the logits of one that is."""
+        return 1 if self.reply else 0
+
+
+class Plan(NamedTuple):
+    """How a request is to be served.
+
+    Attributes:
+        edges: one decision per handle.
+        policies: of these edges.
+        lead: the handle whose cache is continued; `root` where there is none.
+        transcript: all messages, those of the lead included.
+        root: the handle of no tokens.
+        prompt: of the lead and the messages after it.
+    """
+
+    edges: list[RouteDecision]
+    policies: tuple[EdgePolicy, ...]
+    lead: KVHandle
+    transcript: tuple[Message, ...]
+    root: KVHandle
+    prompt: Prompt = Prompt(b"", 0)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt.tokens) // TOKEN_BYTES
+
+    @property
+    def may_fall_back(self) -> bool:
+        """Whether a failing cache may be replaced by re-reading."""
+        return all(policy.may_fall_back for policy in self.policies)
+
+    def diverged(self, num_cached: int, crop_refusal: str = "") -> Plan:
+        """The plan where the prompt keeps only the first tokens of the lead, of which so many are cached."""
+        num_kept, num_inherited = self.prompt.num_inherited, self.lead.num_tokens
+        first = self.edges[0].diverged(num_kept, min(num_kept, num_cached), num_inherited, crop_refusal)
+        return self._replace(edges=[first, *self.edges[1:]], lead=self.root)
+
+
+class Delivery(NamedTuple):
+    """What a receiver starts from: the prompt's packed tokens, a state that covers a prefix of them, the handle to
+    extend (its tokens are a prefix of the prompt) with the messages that are new to it, and how its edge was served.
+    `may_fall_back` is False where a policy wants failures raised."""
+
+    tokens: bytes
+    state: KVState
+    base: KVHandle
+    messages: tuple[Message, ...]
+    decision: RouteDecision
+    may_fall_back: bool
+
+    def missing(self, num_left: int = 0) -> bytes:
+        """The prompt's tokens that are not in the state, but for the last `num_left`."""
+        return self.tokens[self.state.num_tokens * TOKEN_BYTES : len(self.tokens) - num_left * TOKEN_BYTES]
+
+
+def joined_transcript(conversations: Sequence[Sequence[Message]]) -> tuple[Message, ...]:
+    """Several conversations in order; what a later one shares with the first from the start is kept once."""
+    joined: list[Message] = list(conversations[0]) if conversations else []
+    for messages in conversations[1:]:
+        pairs = zip(messages, conversations[0], strict=False)
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        joined += messages[shared:]
+    return tuple(joined)
+
+
+def transcript(handle: KVHandle) -> tuple[Message, ...]:
+    """A handle's messages without those that stand for latent steps: as text these are empty."""
+    if not handle.has_latent_steps:
+        return handle.messages
+    return tuple(message for message in handle.messages if message != EMPTY_ANSWER)
+
+
+def unrouted(cache_read: int) -> RouteDecision:
+    """How a request that inherits nothing was served."""
+    if cache_read:
+        return RouteDecision(Route.CACHE, Level.EXACT, "prefix", f"{cache_read} leading tokens were in the pool")
+    return RouteDecision(Route.TEXT, Level.TEXT, "nothing_inherited", "nothing was inherited, nothing was in the pool")
