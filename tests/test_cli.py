@@ -108,8 +108,8 @@ def test_trace_prints_a_line_per_event(tiny_run: tuple[subprocess.CompletedProce
 
 def test_trace_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
-    code = "import sys; from langgraph_latent.cli.app import _trace; from pathlib import Path\n"
-    code += "_trace(Path(sys.argv[1])); assert 'torch' not in sys.modules"
+    code = "import sys; from langgraph_latent.cli.trace import trace; from pathlib import Path\n"
+    code += "trace(Path(sys.argv[1])); assert 'torch' not in sys.modules"
     result = run(tmp_path / "empty.jsonl", code=code)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "the trace is empty"
@@ -118,9 +118,9 @@ def test_trace_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("not json", "line 1 is no JSON record"),
-        ("3", "line 1 is no JSON record"),
-        ('{"time": 1.0}', "line 1 is no event of a LatentTracer: it has no 'thread_id'"),
+        ("not json", "line 1 is not a JSON record"),
+        ("3", "line 1 is not a JSON record"),
+        ('{"time": 1.0}', "line 1 is not an event of a LatentTracer: it has no 'thread_id'"),
     ],
 )
 def test_trace_of_another_file_is_refused(tmp_path: Path, line: str, message: str) -> None:
@@ -147,8 +147,9 @@ def test_output_without_json_has_tables_answers_and_verdict(
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
-def test_a_difference_is_said_and_not_hidden() -> None:
-    from langgraph_latent.demo.view import print_result, terminal
+def test_a_difference_is_shown_and_not_hidden() -> None:
+    from langgraph_latent.cli.demo_view import print_result
+    from langgraph_latent.cli.terminal import terminal
 
     edges = tuple(EdgeStats(a, b, "text", 1.0) for a, b in (("reader", "analyst"), ("analyst", "router")))
     agent = AgentStats("analyst", 1, 0, 1, 1.0, 1.0)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from langgraph_latent import ChatLatent, LatentWorkspace, Selection, importance
+from langgraph_latent import ChatLatent, LatentWorkspace, Selection
 from langgraph_latent.errors import ConfigError, UnsupportedLayerError
+from langgraph_latent.evaluation import importance
 from langgraph_latent.evaluation.importance import PASSAGES, Passage, best_layers, effect_kept, layer_importance
 
 TEXTS = (
@@ -55,18 +56,18 @@ def _own_memory(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pyt
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Every measurement that is made, as one entry."""
     made: list[int] = []
-    trials = importance._trials
+    read = importance._read
 
     def counting(*arguments: Any) -> Any:
         made.append(1)
-        return trials(*arguments)
+        return read(*arguments)
 
-    monkeypatch.setattr(importance, "_trials", counting)
+    monkeypatch.setattr(importance, "_read", counting)
     return made
 
 
 def without_values(chat: ChatLatent, *layers: int) -> None:
-    """Make a model's layers say nothing by attention."""
+    """Make a model's layers add nothing by attention."""
     with torch.no_grad():
         for layer in layers:
             chat.resident().model.model.layers[layer].self_attn.v_proj.weight.zero_()
@@ -95,7 +96,7 @@ def test_there_is_a_score_for_each_layer_and_it_is_the_same_each_time(
     assert layer_importance(tiny_chat, TEXTS) == scores
 
 
-def test_a_layer_that_says_nothing_has_no_importance(own_chat: ChatLatent) -> None:
+def test_a_layer_that_adds_nothing_has_no_importance(own_chat: ChatLatent) -> None:
     without_values(own_chat, 2)
     scores = layer_importance(own_chat, TEXTS)
     assert scores[2] == 0 == min(scores)
@@ -122,8 +123,8 @@ def test_hiding_is_what_a_composed_handle_does(tiny_chat: ChatLatent) -> None:
     assert ws is not None
     handle = tiny_chat.compose(tiny_chat.read([HumanMessage(TEXTS[0].context)]), select=Selection(layers=(0, 2)))
     composed = ws.state_of(handle, tiny_chat.resident())
-    (trial,) = importance._trials(tiny_chat, tiny_chat.resident(), TEXTS[:1])
-    mine = trial._seen_in({0, 2})
+    (read,) = importance._read(tiny_chat, tiny_chat.resident(), TEXTS[:1])
+    mine = read._seen_in({0, 2})
     assert [bias.isinf().any().item() for bias in composed.biases] == [False, True, False]
     assert [bias.isinf().any().item() for bias in mine.biases] == [False, True, False]
     assert all(torch.equal(a, b) for a, b in zip(mine.biases, composed.biases, strict=True))
@@ -170,8 +171,9 @@ def test_another_process_finds_it(
     scores = layer_importance(tiny_chat, TEXTS)
     code = (
         "import json, sys\n"
-        "from langgraph_latent import ChatLatent, importance\n"
-        "importance._trials = None\n"
+        "from langgraph_latent import ChatLatent\n"
+        "from langgraph_latent.evaluation import importance\n"
+        "importance._read = None\n"
         "chat = ChatLatent(model=sys.argv[1])\n"
         "print(json.dumps(importance.layer_importance(chat, json.loads(sys.argv[2]))))"
     )
@@ -180,7 +182,7 @@ def test_another_process_finds_it(
     assert tuple(json.loads(done.stdout)) == scores
 
 
-def test_other_texts_models_and_versions_are_measured_anew(
+def test_other_texts_models_and_versions_are_measured_again(
     tiny_chat: ChatLatent,
     tiny_folder: Callable[..., Path],
     counted: list[int],
@@ -196,7 +198,7 @@ def test_other_texts_models_and_versions_are_measured_anew(
 
 
 @pytest.mark.parametrize("known", [[], [1.0], "high", [1.0, math.nan, 1.0], [1.0, None, 2.0], {"0": 1}])
-def test_what_is_no_measurement_is_not_believed(tiny_chat: ChatLatent, known: Any) -> None:
+def test_what_is_not_a_measurement_is_not_used(tiny_chat: ChatLatent, known: Any) -> None:
     scores = layer_importance(tiny_chat, TEXTS)
     file = importance.DiskCache(importance.FILE)
     for key in file._all():
@@ -231,7 +233,7 @@ def test_no_scores_are_refused() -> None:
 
 
 @pytest.mark.parametrize("texts", [[], ["a text"], [("a", "b")], [("a", "", "c")], [("a", "b", 3)], "abc", [None]])
-def test_what_is_no_passage_is_refused(tiny_chat: ChatLatent, texts: Any) -> None:
+def test_what_is_not_a_passage_is_refused(tiny_chat: ChatLatent, texts: Any) -> None:
     with pytest.raises(ConfigError):
         layer_importance(tiny_chat, texts)
 

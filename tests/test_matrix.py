@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from langgraph_latent.cli import app as cli
-from langgraph_latent.demo.view import terminal
+from langgraph_latent.cli import probe as cli
+from langgraph_latent.cli.terminal import terminal
 from langgraph_latent.engine import loader
 from langgraph_latent.engine.loader import num_resident
 from langgraph_latent.errors import UnsupportedLayerError
@@ -378,7 +378,7 @@ def test_the_documentation_names_every_level_with_its_meaning() -> None:
 @pytest.fixture
 def probe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`probe(model, as_json=...)` in this process, where torch is imported already: exit code, stdout, stderr."""
-    monkeypatch.setattr(cli, "_silence_loading", lambda: None)
+    monkeypatch.setattr(cli, "silence_loading", lambda: None)
 
     def probe(model: object, *, as_json: bool = False) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -446,9 +446,9 @@ def test_probe_says_why_a_capability_is_missing() -> None:
     spec = dataclasses.replace(SPEC, capabilities=Capabilities((("move", "learned positions"),), "learned", True))
     console = terminal()
     with console.capture() as capture:
-        console.print(cli._probe_table(spec))
+        console.print(cli._table(spec))
     rows = [" ".join(line.split()) for line in capture.get().splitlines()]
     assert "move no: learned positions" in rows
     assert "append yes" in rows
     assert "positions learned" in rows
-    assert cli._probe_to_dict(spec)["capabilities"]["move"] == {"can": False, "reason": "learned positions"}
+    assert cli._to_dict(spec)["capabilities"]["move"] == {"can": False, "reason": "learned positions"}

@@ -1,4 +1,4 @@
-"""Figures by hand, hand-overs against plain transformers, task files, parity and the command: what `metrics` says."""
+"""Figures by hand, hand-overs against plain transformers, task files, parity of latent steps, the command."""
 
 import json
 import math
@@ -14,7 +14,7 @@ import torch
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
 from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace, Repair
-from langgraph_latent.cli.app import _measure
+from langgraph_latent.cli.measure import _measure
 from langgraph_latent.errors import (
     ConfigError,
     ContextLengthError,
@@ -23,22 +23,18 @@ from langgraph_latent.errors import (
     TemplateError,
     UnsupportedLayerError,
 )
-from langgraph_latent.evaluation.measure import HANDED_OVER, SYSTEM, TOLD, Setup, measure_model, measure_tasks
-from langgraph_latent.evaluation.metrics import (
-    Fidelity,
-    Score,
-    Task,
-    TextMatch,
-    bootstrap,
-    decode,
-    entropy,
-    kl,
-    measure,
+from langgraph_latent.evaluation.measure import (
+    BY_CACHE,
+    BY_TEXT,
+    SYSTEM,
+    Setup,
+    measure_model,
     measure_parity,
-    read_tasks,
-    rouge_l,
-    score,
+    measure_tasks,
 )
+from langgraph_latent.evaluation.metrics import Fidelity, Score, TextMatch, bootstrap, entropy, kl, rouge_l
+from langgraph_latent.evaluation.receiver import decode, measure, score
+from langgraph_latent.evaluation.tasks import Task, read_tasks
 from langgraph_latent.handle.tokens import unpack_tokens
 from langgraph_latent.router.parity import Parity, parity_refusal, remember_parity
 
@@ -149,7 +145,7 @@ def test_no_values_have_no_mean() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gpt2"])
 @pytest.mark.parametrize("answer", [ANSWER, None])
-def test_a_continued_cache_says_what_the_text_says(
+def test_a_continued_cache_predicts_what_the_text_predicts(
     tiny_folder: Callable[..., Path], ws: LatentWorkspace, kind: str, answer: str | None
 ) -> None:
     chat = ChatLatent(model=str(tiny_folder(kind)), workspace=ws)
@@ -221,7 +217,7 @@ def test_a_moved_cache_is_compared_with_its_own_tokens_in_order(tiny_chat: ChatL
     assert score(tiny_chat, repaired, QUESTION, ANSWER).likelihood == pytest.approx(text.likelihood, abs=1e-4)
 
 
-def test_thoughts_are_compared_with_the_text_without_them(tiny_chat: ChatLatent) -> None:
+def test_latent_steps_are_compared_with_the_text_without_them(tiny_chat: ChatLatent) -> None:
     read, thought = tiny_chat.read([HumanMessage(CONTEXT)]), tiny_chat.think([HumanMessage(CONTEXT)], steps=4)
     found = measure(tiny_chat, thought, QUESTION, ANSWER)
     assert found.fidelity.kl > 1e-4
@@ -258,7 +254,7 @@ def test_a_template_that_merges_the_question_is_cropped_to_or_refused(
     assert measure(chat, chat.compose(sent, system="You decide."), asked, ANSWER).fidelity.kl > 0
 
 
-def test_a_handle_of_another_model_and_what_is_none_are_refused(
+def test_a_handle_of_another_model_and_what_is_not_a_handle_are_refused(
     tiny_folder: Callable[..., Path], tiny_chat: ChatLatent, ws: LatentWorkspace
 ) -> None:
     other = ChatLatent(model=str(tiny_folder("llama", seed=1)), workspace=ws)
@@ -289,10 +285,10 @@ def test_a_task_file_is_read_line_by_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is no JSON object"),
-        ("[1]", "line 2 is no JSON object, but list"),
-        ("\xff", "line 2 is no JSON object"),
-        ("[" * 100_000, "line 2 is no JSON object"),
+        ("{", "line 2 is not a JSON object"),
+        ("[1]", "line 2 is not a JSON object, but list"),
+        ("\xff", "line 2 is not a JSON object"),
+        ("[" * 100_000, "line 2 is not a JSON object"),
         ('{"context": "c", "question": "q"}', "line 2 has no 'answer'"),
         ('{"context": "c", "question": " ", "answer": "a"}', "line 2: 'question' is ' '"),
         ('{"context": 3, "question": "q", "answer": "a"}', "line 2: 'context' is 3"),
@@ -321,33 +317,33 @@ def test_an_empty_file_and_none_at_all_are_named(tmp_path: Path) -> None:
 def test_every_way_has_every_figure_over_all_tasks(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:
     done: list[None] = []
     setup = Setup(repair=Repair(0.3, "deviation"), steps=2, max_tokens=4)
-    rows = measure_tasks(tiny_chat, TASKS, setup, lambda: done.append(None))
-    assert tuple(rows) == (*TOLD, *HANDED_OVER)
+    ways = measure_tasks(tiny_chat, TASKS, setup, lambda: done.append(None))
+    assert tuple(ways) == (*BY_TEXT, *BY_CACHE)
     names = {*Score._fields, *Fidelity._fields, "decoded_match", "rouge_l"}
-    for row in rows.values():
-        assert not row.refusal
-        assert set(row.figures) == names
-        for estimate in row.figures.values():
+    for each in ways.values():
+        assert not each.refusal
+        assert set(each.figures) == names
+        for estimate in each.figures.values():
             assert estimate.num == len(TASKS)
             assert estimate.low <= estimate.mean <= estimate.high
-    assert rows["text"].figures["kl"].mean == 0
-    assert rows["append"].figures["kl"].high < 1e-4
-    assert rows["append"].figures["likelihood"].mean == pytest.approx(rows["text"].figures["likelihood"].mean, abs=1e-4)
+    assert ways["text"].figures["kl"].mean == 0
+    assert ways["append"].figures["kl"].high < 1e-4
+    assert ways["append"].figures["likelihood"].mean == pytest.approx(ways["text"].figures["likelihood"].mean, abs=1e-4)
     for way in ("none", "compose", "compose+repair", "think"):
-        assert rows[way].figures["kl"].mean > 1e-4, way
+        assert ways[way].figures["kl"].mean > 1e-4, way
     assert len(done) == setup.num_runs(TASKS) - len(TASKS), "the rest is parity"
     assert ws.size_info().pool.num_entries == 0, "what was measured is let go"
 
 
-def test_a_way_that_a_model_can_not_go_is_told_and_the_others_are_measured(
+def test_a_way_that_a_model_can_not_go_is_reported_and_the_others_are_measured(
     tiny_folder: Callable[..., Path], ws: LatentWorkspace
 ) -> None:
     chat = ChatLatent(model=str(tiny_folder("gpt2")), workspace=ws)
-    rows = measure_tasks(chat, TASKS)
-    assert tuple(rows) == ("none", "text", "append", "compose", "compose+repair")
-    assert "can't go on in this cache" in rows["compose"].refusal
-    assert not rows["compose"].figures
-    assert rows["append"].figures["kl"].num == 2
+    ways = measure_tasks(chat, TASKS)
+    assert tuple(ways) == ("none", "text", "append", "compose", "compose+repair")
+    assert "can't go on in this cache" in ways["compose"].refusal
+    assert not ways["compose"].figures
+    assert ways["append"].figures["kl"].num == 2
 
 
 def test_a_task_that_is_too_long_is_named(tiny_chat: ChatLatent) -> None:
@@ -388,8 +384,8 @@ def code_of(chat: ChatLatent, handle: KVHandle) -> str:
 
 
 @pytest.mark.usefixtures("own_memory")
-def test_thoughts_pass_where_a_measurement_says_that_they_lose_nothing(tiny_folder: Callable[..., Path]) -> None:
-    router = EdgeRouter(default=EdgePolicy(thoughts=True))
+def test_latent_steps_pass_where_a_measurement_says_that_they_lose_nothing(tiny_folder: Callable[..., Path]) -> None:
+    router = EdgeRouter(default=EdgePolicy(latent_steps=True))
     with LatentWorkspace(memory="2GiB", router=router) as ws:
         chat = ChatLatent(model=str(tiny_folder("llama")), workspace=ws)
         handle, identity = chat.think([HumanMessage(CONTEXT)], steps=3), chat.spec.identity
@@ -410,7 +406,7 @@ def test_thoughts_pass_where_a_measurement_says_that_they_lose_nothing(tiny_fold
 
 
 @pytest.mark.usefixtures("own_memory")
-def test_thoughts_do_not_pass_where_the_policy_does_not_take_them(tiny_chat: ChatLatent) -> None:
+def test_latent_steps_do_not_pass_where_the_policy_does_not_take_them(tiny_chat: ChatLatent) -> None:
     remember_parity(tiny_chat.spec.identity, Parity(5, 3, 1.0, 0.5, 1.5))
     assert code_of(tiny_chat, tiny_chat.think([HumanMessage(CONTEXT)], steps=3)) == "no_latent_steps"
 
@@ -432,10 +428,10 @@ def test_parity_is_the_mean_of_what_each_task_gains_and_is_remembered(tiny_chat:
 
 
 @pytest.mark.usefixtures("own_memory")
-def test_parity_agrees_with_the_rows(tiny_folder: Callable[..., Path]) -> None:
-    rows, parity = measure_model(str(tiny_folder("llama")), TASKS, Setup(steps=2))
+def test_parity_agrees_with_the_ways(tiny_folder: Callable[..., Path]) -> None:
+    ways, parity = measure_model(str(tiny_folder("llama")), TASKS, Setup(steps=2))
     assert parity is not None
-    gain = rows["think"].figures["likelihood"].mean - rows["append"].figures["likelihood"].mean
+    gain = ways["think"].figures["likelihood"].mean - ways["append"].figures["likelihood"].mean
     assert parity.gain == pytest.approx(gain, abs=1e-5)
 
 
@@ -448,7 +444,7 @@ def test_no_steps_are_a_read_and_thinking_twice_is_the_same(tiny_chat: ChatLaten
         states.append(ws.state_of(handle, tiny_chat.resident()))
         ids.append(handle.id)
         ws.evict(handle)
-        states.append(ws.state_of(handle, tiny_chat.resident()))  # by its recipe
+        states.append(ws.state_of(handle, tiny_chat.resident()))  # rebuilt
         ws.evict(handle)
     assert len(set(ids)) == 1
     for state in states[1:]:
@@ -483,7 +479,7 @@ def test_the_command_prints_json_and_remembers_parity(
     found = json.loads(done.stdout)
     assert found["system"] == SYSTEM
     assert "rouge_l" in found["ways"]["none"]
-    assert tuple(found["ways"]) == (*TOLD, *HANDED_OVER)
+    assert tuple(found["ways"]) == (*BY_TEXT, *BY_CACHE)
     assert found["ways"]["append"]["kl"]["num"] == 1
     assert found["ways"]["append"]["kl"]["mean"] < 1e-4
     (kept,) = json.loads((tmp_path / "parity.json").read_text()).values()
@@ -510,7 +506,7 @@ def test_unusable_input_is_one_line_and_exit_code_2(tiny_folder: Callable[..., P
     done = run(tiny_folder("llama"), broken, memory=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {broken}, line 1 is no JSON object")
+    assert line.startswith(f"error: {broken}, line 1 is not a JSON object")
 
 
 @pytest.mark.parametrize(

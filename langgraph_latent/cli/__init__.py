@@ -1,1 +1,1 @@
-"""`langgraph-latent` on the command line."""
+"""`langgraph-latent` on the command line: one file a command; consoles, widths and colours are in `terminal.py`."""

@@ -1,1 +1,1 @@
-"""What a hand-over keeps of the answers: metrics, tasks, measurements."""
+"""How much of the answers a hand-over keeps: metrics, tasks, and what is measured with them. It shows nothing."""

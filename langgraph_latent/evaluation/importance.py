@@ -1,6 +1,6 @@
 """Which layers of a model carry what a context says: measured once per model, remembered for all processes.
 
-It knows texts, one model and its logits; nothing of handles, pools or edges.
+It knows texts, one model and its predictions; nothing of handles, pools or edges.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from typing import NamedTuple
 import torch
 
 from langgraph_latent.chat_model import ChatLatent
+from langgraph_latent.checks import is_number
 from langgraph_latent.disk_cache import DiskCache
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import ConfigError, UnsupportedLayerError
 from langgraph_latent.evaluation.metrics import kl
-from langgraph_latent.handle.tokens import TOKEN_BYTES, common_tokens, unpack_tokens
+from langgraph_latent.evaluation.receiver import Start, predict, prefilled
+from langgraph_latent.handle.tokens import common_tokens, unpack_tokens
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.prompt.template import TemplateInputs
 
 FILE = "importance.json"
 VERSION = 1
-"""Of the measurement: what was remembered by another version is not believed."""
+"""Of the measurement: what another version remembered is not used."""
 
 
 class Passage(NamedTuple):
@@ -93,9 +95,9 @@ def layer_importance(chat: ChatLatent, texts: Sequence[Passage] | None = None) -
     num_layers, memory = len(model.kinds), DiskCache(FILE)
     if (known := memory.recall(key)) is not None and _are_scores(known, num_layers):
         return tuple(known)
-    trials = _trials(chat, model, passages)
+    read = _read(chat, model, passages)
     everywhere = set(range(num_layers))
-    scores = [math.fsum(trial.loss(everywhere - {layer}) for trial in trials) / len(trials) for layer in everywhere]
+    scores = [math.fsum(each.loss(everywhere - {layer}) for each in read) / len(read) for layer in everywhere]
     memory.remember(key, scores)
     return tuple(scores)
 
@@ -105,8 +107,8 @@ def best_layers(scores: Sequence[float], share: float) -> tuple[int, ...]:
 
     Raises `ConfigError` for no scores and for a share that is not above 0 and at most 1.
     """
-    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
-        raise ConfigError(f"share={share!r} is impossible; it is a part of the layers, above 0, at most 1")
+    if not is_number(share) or not 0 < share <= 1:
+        raise ConfigError(f"share={share!r} is impossible; it must be a part of the layers, above 0, at most 1")
     if not scores:
         raise ConfigError("there are no scores to choose layers by; pass those of layer_importance()")
     num_best = max(1, math.ceil(share * len(scores) - 1e-9))  # 0.1 * 30 is a little above 3
@@ -125,34 +127,31 @@ def effect_kept(chat: ChatLatent, layers: Collection[int], texts: Sequence[Passa
     model = chat.resident()
     if not all(layer in range(len(model.kinds)) for layer in layers):
         raise ConfigError(f"layers={layers!r} is impossible; the model's are 0 to {len(model.kinds) - 1}")
-    trials = _trials(chat, model, _checked(texts))
-    without = math.fsum(trial.loss(()) for trial in trials)
-    return 1 - math.fsum(trial.loss(layers) for trial in trials) / without if without else 1.0
+    read = _read(chat, model, _checked(texts))
+    without = math.fsum(each.loss(()) for each in read)
+    return 1 - math.fsum(each.loss(layers) for each in read) / without if without else 1.0
 
 
-class _Trial:
+class _ReadPassage:
     """One passage as the model reads it, and what it predicts for the answer.
 
-        | template's head | context | question | answer |
-        0              begin   num_tokens
+        | system prefix | context | question | answer |
+        0             begin     num_tokens
 
-    The head, which leads every conversation, is never hidden.
+    The system prefix, which leads every conversation, is never hidden.
     """
 
     def __init__(self, model: ResidentModel, passage: Passage, template_inputs: TemplateInputs) -> None:
         context, question = ({"role": "user", "content": text} for text in (passage.context, passage.question))
-        head = model.prompts.head([], template_inputs)
+        prefix = model.prompts.head([], template_inputs)
         read = model.prompts.write([context], template_inputs, reply=False).tokens
         asked = model.prompts.write([context, question], template_inputs, reply=True).tokens
         num_tokens = common_tokens(read, asked)
-        answer = model.tokenizer.encode(passage.answer, add_special_tokens=False)
+        ids = unpack_tokens(asked)
         self._model = model
-        self._begin = common_tokens(head, asked)
-        self._ids = [*unpack_tokens(asked[num_tokens * TOKEN_BYTES :]), *answer[:-1]]
-        self._num_predicted = len(answer)
-        with model.empty_state().append(num_tokens) as tail:
-            model.prefill(unpack_tokens(asked[: num_tokens * TOKEN_BYTES]), tail)
-            self._state = tail.seal()
+        self._begin = common_tokens(prefix, asked)
+        self._state, self._asked = prefilled(model, ids[:num_tokens]), ids[num_tokens:]
+        self._answer: list[int] = model.tokenizer.encode(passage.answer, add_special_tokens=False)
         self._whole = self._predictions(range(len(model.kinds)))
 
     def loss(self, layers: Collection[int]) -> float:
@@ -160,10 +159,7 @@ class _Trial:
         return float(kl(self._whole, self._predictions(layers)).mean())
 
     def _predictions(self, layers: Collection[int]) -> torch.Tensor:
-        """Log-probabilities of each of the answer's tokens, (tokens, vocab), float64."""
-        with self._seen_in(layers).append(self._state.num_tokens + len(self._ids)) as tail:
-            logits = self._model.logits(self._ids, tail)
-        return logits[-self._num_predicted :].double().log_softmax(-1)
+        return predict(self._model, Start(self._seen_in(layers), self._asked), self._answer)
 
     def _seen_in(self, layers: Collection[int]) -> KVState:
         """The state with its context hidden in all other layers, as a composed handle's is."""
@@ -175,11 +171,11 @@ class _Trial:
         )
 
 
-def _trials(chat: ChatLatent, model: ResidentModel, passages: Sequence[Passage]) -> list[_Trial]:
+def _read(chat: ChatLatent, model: ResidentModel, passages: Sequence[Passage]) -> list[_ReadPassage]:
     if refusal := model.spec.capabilities.refusal("batch"):
         raise UnsupportedLayerError(f"a context can't be hidden in some layers of {chat.model!r}: {refusal}")
     template_inputs = TemplateInputs((), chat.template_options)
-    return [_Trial(model, passage, template_inputs) for passage in passages]
+    return [_ReadPassage(model, passage, template_inputs) for passage in passages]
 
 
 def _checked(texts: Sequence[Passage] | None) -> list[Passage]:
@@ -187,7 +183,9 @@ def _checked(texts: Sequence[Passage] | None) -> list[Passage]:
     for passage in passages:
         is_sequence = isinstance(passage, Sequence) and not isinstance(passage, str)
         if not is_sequence or len(passage) != 3 or not all(isinstance(text, str) and text for text in passage):
-            raise ConfigError(f"{passage!r} is no passage; it is a context, a question and an answer, each some text")
+            raise ConfigError(
+                f"{passage!r} is not a passage; it must be a context, a question and an answer, each some text"
+            )
     if not passages:
         raise ConfigError("there are no texts to measure on; pass at least one, or None for the built-in ones")
     return [Passage(*passage) for passage in passages]

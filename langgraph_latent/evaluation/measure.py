@@ -1,48 +1,35 @@
-"""Every way of handing a context over, measured over the tasks of a file: the runs, and what is shown of them.
+"""Every way of handing a context over, measured over the tasks of a file; and what latent steps gain over reading.
 
-It knows one receiver's predictions (`metrics.py`) and how a context becomes a handle; rich is imported where it draws.
+It knows how a context becomes a handle, and asks one receiver (`receiver.py`). It knows nothing of terminals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from langgraph_latent.chat_model import ChatLatent
+from langgraph_latent.chat_model import THINK_STEPS, ChatLatent
+from langgraph_latent.checks import check_whole_number
 from langgraph_latent.errors import ConfigError, PromptError, TemplateError, UnsupportedLayerError
-from langgraph_latent.evaluation.metrics import (
-    Estimate,
-    Measured,
-    Receiver,
-    Start,
-    Task,
-    TextMatch,
-    Watch,
-    bootstrap,
-    measure_parity,
-)
+from langgraph_latent.evaluation.metrics import Estimate, Measured, TextMatch, bootstrap
+from langgraph_latent.evaluation.receiver import Receiver, Start, score
+from langgraph_latent.evaluation.tasks import Task
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.handle.provenance import Repair
-from langgraph_latent.router.parity import Parity
+from langgraph_latent.router.parity import Parity, remember_parity
 from langgraph_latent.workspace.workspace import LatentWorkspace
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 SYSTEM = "Answer the question from the text, in a few words."
 """The receiver's system prompt where no other is given."""
-TOLD = ("none", "text")
-HANDED_OVER = ("append", "compose", "compose+repair", "think")
-"""append: the text's cache is continued; compose: the context's cache, read without the system prompt, is moved behind
-it; compose+repair: the same, a part computed anew; think: append, with latent steps behind it."""
-EXPLAINED = """\
-none: the question alone; text: all read anew; append: its cache continued; compose: moved behind the system prompt,
-and partly computed anew with +repair; think: latent steps behind append
-log-likelihood: of the given answers, nats a token; KL: from the full text's predictions, nats a token
-semantic entropy: of the first token, less that behind the full text, nats; intervals: 95 %, bootstrap over tasks"""
+BY_TEXT = ("none", "text")
+BY_CACHE = ("append", "compose", "compose+repair", "think")
+"""append: the text's cache is continued; compose: the context's cache, read without the system prompt, is moved to
+after it; compose+repair: the same, and a part is recomputed; think: append, then latent steps."""
+Watch = Callable[[], None]
+"""Called whenever one way of one task is done."""
 
 
 @dataclass(frozen=True)
@@ -65,32 +52,30 @@ class Setup:
 
     def __post_init__(self) -> None:
         if not self.system.strip():
-            raise ConfigError("system is empty; a context is moved behind a system prompt, so give one")
+            raise ConfigError("system is empty; a context is moved to after a system prompt, so give one")
         for name in ("steps", "max_tokens"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ConfigError(f"{name}={value!r} is impossible; it is a whole number, 0 or above")
+            check_whole_number(name, getattr(self, name))
 
     @property
     def ways(self) -> tuple[str, ...]:
-        return (*TOLD, *(HANDED_OVER if self.steps else HANDED_OVER[:-1]))
+        return (*BY_TEXT, *(BY_CACHE if self.steps else BY_CACHE[:-1]))
 
     def num_runs(self, tasks: Sequence[Task]) -> int:
         """How often `measure_model` reports that something is done."""
         return len(tasks) * (len(self.ways) + bool(self.steps))
 
 
-class Row(NamedTuple):
-    """What was measured of one way: figures by name, or why it can't be gone with this model."""
+class Measurement(NamedTuple):
+    """What was measured of one way: figures by name, or why this model can't do it."""
 
     figures: dict[str, Estimate]
     refusal: str = ""
 
 
 class Result(NamedTuple):
-    """Rows by way, and the parity of latent steps; None where it was not measured."""
+    """Measurements by way, and the parity of latent steps; None where it was not measured."""
 
-    rows: dict[str, Row]
+    ways: dict[str, Measurement]
     parity: Parity | None
 
 
@@ -101,11 +86,10 @@ def measure_model(model: str, tasks: Sequence[Task], setup: Setup, watch: Watch 
     """
     with LatentWorkspace() as workspace:
         chat = ChatLatent(model=model, workspace=workspace)
-        rows = measure_tasks(chat, tasks, setup, watch)
-        may_think = setup.steps and not rows["think"].refusal
-        return Result(
-            rows, measure_parity(chat, tasks, setup.steps, system=setup.system, watch=watch) if may_think else None
-        )
+        ways = measure_tasks(chat, tasks, setup, watch)
+        if not setup.steps or ways["think"].refusal:
+            return Result(ways, None)
+        return Result(ways, measure_parity(chat, tasks, setup.steps, system=setup.system, watch=watch))
 
 
 def measure_tasks(
@@ -113,7 +97,7 @@ def measure_tasks(
     tasks: Sequence[Task],
     setup: Setup = Setup(),
     watch: Watch = lambda: None,
-) -> dict[str, Row]:
+) -> dict[str, Measurement]:
     """Every figure of every way of handing over, over tasks; `watch` is called after each way of each task.
 
     The figures' names are those of `Score` and `Fidelity`, and "decoded_match" and "rouge_l" where answers are decoded.
@@ -126,21 +110,21 @@ def measure_tasks(
     receiver, refusals = Receiver(chat), dict[str, str]()
     measured: dict[str, list[dict[str, float]]] = {way: [] for way in setup.ways}
     for task in tasks:
-        trial = _Trial(chat, receiver, task, setup)
+        run = _TaskRun(chat, receiver, task, setup)
         with receiver.workspace.scope():
             for way in setup.ways:
                 try:
                     if way not in refusals:
-                        measured[way].append(trial.figures(way))
+                        measured[way].append(run.figures(way))
                 except (UnsupportedLayerError, TemplateError) as error:
-                    if way in TOLD:
+                    if way in BY_TEXT:
                         raise
                     refusals[way] = str(error)
                 except PromptError as error:
                     raise type(error)(f"{task.place}: {error}") from error
                 watch()
     return {
-        way: Row({}, refusals[way]) if way in refusals else Row(_estimates(figures))
+        way: Measurement({}, refusals[way]) if way in refusals else Measurement(_estimates(figures))
         for way, figures in measured.items()
     }
 
@@ -149,18 +133,18 @@ def _estimates(figures: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
     return {name: bootstrap([each[name] for each in figures]) for name in figures[0]}
 
 
-class _Trial:
+class _TaskRun:
     """One task, handed over in several ways."""
 
     def __init__(self, chat: ChatLatent, receiver: Receiver, task: Task, setup: Setup) -> None:
         self._chat, self._receiver, self._task, self._setup = chat, receiver, task, setup
         self._answer = receiver.answer_ids(task.answer)
         self._starts: dict[bytes, Start] = {}
-        self._texts: dict[bytes, torch.Tensor] = {}
+        self._predictions: dict[bytes, torch.Tensor] = {}
 
     def figures(self, way: str) -> dict[str, float]:
         """What is measured of one way, by name."""
-        tokens, start = self._told(way) if way in TOLD else self._handed_over(way)
+        tokens, start = self._by_text(way) if way in BY_TEXT else self._by_cache(way)
         text = self._predicted(tokens)
         latent = text if way == "text" else self._receiver.predict(start, self._answer)
         measured = Measured.of(text, latent, self._answer)
@@ -171,16 +155,16 @@ class _Trial:
             figures |= {"decoded_match": match.exact_match, "rouge_l": match.rouge_l}
         return {name: float(value) for name, value in figures.items()}
 
-    def _told(self, way: str) -> tuple[bytes, Start]:
+    def _by_text(self, way: str) -> tuple[bytes, Start]:
         """The full text's tokens, and where an answer to it, or to the question alone, begins."""
         context, asked = self._task.read(self._setup.system), self._task.asked
         text = self._receiver.write([*context, *asked])
-        return text, self._afresh(text if way == "text" else self._receiver.write([*context[:-1], *asked]))
+        return text, self._after_text(text if way == "text" else self._receiver.write([*context[:-1], *asked]))
 
-    def _handed_over(self, way: str) -> tuple[bytes, Start]:
-        """The tokens of what a handle and the question say, and where an answer behind its cache begins."""
+    def _by_cache(self, way: str) -> tuple[bytes, Start]:
+        """The tokens of a handle and the question as text, and where an answer after its cache begins."""
         handle, asked = self._handle(way), self._task.asked
-        return self._receiver.full_text(handle, asked), self._receiver.behind(handle, asked)
+        return self._receiver.full_text(handle, asked), self._receiver.after(handle, asked)
 
     def _handle(self, way: str) -> KVHandle:
         chat, setup, context = self._chat, self._setup, self._task.read(self._setup.system)
@@ -191,88 +175,51 @@ class _Trial:
         repair = setup.repair if way == "compose+repair" else None
         return chat.compose(chat.read(self._task.read()), system=setup.system, repair=repair)
 
-    def _afresh(self, tokens: bytes) -> Start:
+    def _after_text(self, tokens: bytes) -> Start:
         if tokens not in self._starts:
-            self._starts[tokens] = self._receiver.afresh(tokens)
+            self._starts[tokens] = self._receiver.after_text(tokens)
         return self._starts[tokens]
 
     def _predicted(self, tokens: bytes) -> torch.Tensor:
-        """Predictions of the answer behind a full text; most ways have the same text."""
-        if tokens not in self._texts:
-            self._texts[tokens] = self._receiver.predict(self._afresh(tokens), self._answer)
-        return self._texts[tokens]
+        """Predictions of the answer after a full text; most ways have the same text."""
+        if tokens not in self._predictions:
+            self._predictions[tokens] = self._receiver.predict(self._after_text(tokens), self._answer)
+        return self._predictions[tokens]
 
 
-# -- what is shown ---------------------------------------------------------------------------------------------------
+def measure_parity(
+    chat: ChatLatent,
+    tasks: Sequence[Task],
+    steps: int = THINK_STEPS,
+    *,
+    system: str = "",
+    watch: Watch = lambda: None,
+) -> Parity:
+    """What latent steps after contexts gain over reading them alone, in likelihood of the answers; remembered.
+
+    From then on edges with `EdgePolicy(latent_steps=True)` hand over this model's latent steps, in all processes, unless
+    they lose. `system` leads each context; "" for nothing.
+
+    Raises `ConfigError` for no tasks or steps, `UnsupportedLayerError` for a model that can't think, and `PromptError`,
+    naming the task, for what is too long for the model.
+    """
+    check_whole_number("steps", steps, 1)
+    gain = bootstrap(list(_gains(chat, tasks, steps, system, watch)))
+    parity = Parity(gain.num, steps, gain.mean, gain.low, gain.high)
+    remember_parity(chat.spec.identity, parity)
+    return parity
 
 
-def to_dict(result: Result) -> dict[str, Any]:
-    """A result as plain data."""
-    rows, parity = result
-    ways = {
-        way: {"refusal": row.refusal} if row.refusal else {name: each._asdict() for name, each in row.figures.items()}
-        for way, row in rows.items()
-    }
-    told = {"parity": {**vars(parity), "refusal": parity.refusal}} if parity else {}
-    return {"ways": ways, **told}
-
-
-def to_terminal(result: Result) -> Group:
-    """A table of the ways, each figure with its interval below, then refusals and the verdict on latent steps."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    rows, parity = result
-    is_decoded = any("rouge_l" in row.figures for row in rows.values())
-    columns = COLUMNS if is_decoded else COLUMNS[:-2]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("way", style="cyan", no_wrap=True)
-    for name in ("n", *(column.title for column in columns)):
-        table.add_column(name, justify="right")
-    for way, row in rows.items():
-        num = str(row.figures["likelihood"].num) if row.figures else "-"
-        table.add_row(way, num, *(column.cell(row.figures.get(column.figure)) for column in columns))
-    lines = [Text(f"{way}: {row.refusal}", "red") for way, row in rows.items() if row.refusal]
-    lines += [_verdict(parity)] if parity else []
-    return Group(table, *lines, Text(EXPLAINED, "dim"))
-
-
-class Column(NamedTuple):
-    """A figure's title, and how it is written."""
-
-    title: str
-    figure: str
-    form: str = ".3f"
-    unit: str = ""
-
-    def cell(self, estimate: Estimate | None) -> str:
-        """A mean and, below it, its interval."""
-        if estimate is None:
-            return "-"
-        mean, low, high = (self._written(value) for value in estimate[1:])
-        return f"{mean}{self.unit}\n{low} to {high}{self.unit}"
-
-    def _written(self, value: float) -> str:
-        return format(round(100 * value if self.unit else value, 3) + 0.0, self.form)  # + 0.0: no minus before a zero
-
-
-COLUMNS = (
-    Column("exact\nmatch", "exact_match", ".0f", " %"),
-    Column("log-\nlikelihood", "likelihood", ".2f"),
-    Column("KL", "kl"),
-    Column("top-1\nagreement", "agreement", ".0f", " %"),
-    Column("semantic\nentropy", "semantic_entropy", "+.3f"),
-    Column("decoded\nmatch", "decoded_match", ".0f", " %"),
-    Column("ROUGE-L", "rouge_l", ".2f"),
-)
-
-
-def _verdict(parity: Parity) -> Any:
-    from rich.text import Text
-
-    if parity.refusal:
-        return Text(f"{parity.refusal}: no edge hands them over", "red")
-    gain = f"{parity.gain:+.3f} nats a token ({parity.low:+.3f} to {parity.high:+.3f})"
-    return Text(f"edges with EdgePolicy(thoughts=True) may hand over this model's latent steps: {gain}", "green")
+def _gains(chat: ChatLatent, tasks: Sequence[Task], steps: int, system: str, watch: Watch) -> Iterator[float]:
+    """Per task, what latent steps add to the answer's likelihood, nats a token."""
+    workspace = Receiver(chat).workspace
+    for task in tasks:
+        context = task.read(system)
+        try:
+            with workspace.scope():
+                read = score(chat, chat.read(context), task.question, task.answer)
+                thought = score(chat, chat.think(context, steps=steps), task.question, task.answer)
+        except PromptError as error:
+            raise type(error)(f"{task.place}: {error}") from error
+        watch()
+        yield thought.likelihood - read.likelihood

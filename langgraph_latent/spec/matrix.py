@@ -23,13 +23,6 @@ WORDS_UP_TO = 6
 """How many models are shown with their levels as words; above it, as numbers."""
 HINT = "Whether a model's caches can be continued at all: langgraph-latent probe MODEL"
 MARKERS = "1 - 2: both ways; 1 > 2: from 1 to 2"
-STYLES = {
-    Level.EXACT: "bold green",
-    Level.MOVED: "green",
-    Level.SIBLING: "yellow",
-    Level.ADAPTED: "magenta",
-    Level.TEXT: "red",
-}
 MEANINGS = {
     Level.EXACT: "the cache is continued as it is",
     Level.MOVED: "the cache is moved to another position",
@@ -185,13 +178,13 @@ def to_terminal(matrix: Matrix) -> Group:
         cells = [
             Text(
                 f"{_word(cell.level) if has_words else int(cell.level)}{_mark(cell)}",
-                "dim" if place == index else STYLES[cell.level],
+                "dim" if place == index else _style(cell.level),
             )
             for place, cell in enumerate(row)
         ]
         table.add_row(str(index + 1), Text(name), *cells)
     legend = [
-        Text.assemble(f"{int(level)}{mark} ", (f"{_word(level)}{mark}", STYLES[level]), f": {meaning}")
+        Text.assemble(f"{int(level)}{mark} ", (f"{_word(level)}{mark}", _style(level)), f": {meaning}")
         for level, mark, meaning in _meanings(pair.compatibility for pair in matrix.pairs())
     ]
     reasons = Table.grid(padding=(0, 2, 0, 0))
@@ -199,13 +192,18 @@ def to_terminal(matrix: Matrix) -> Group:
     reasons.add_column(no_wrap=True)
     reasons.add_column(overflow="fold")
     for places, cell in _lines(matrix):
-        reasons.add_row(places, Text(f"{_word(cell.level)}{_mark(cell)}", STYLES[cell.level]), Text(reason(cell)))
+        reasons.add_row(places, Text(f"{_word(cell.level)}{_mark(cell)}", _style(cell.level)), Text(reason(cell)))
     why: list[RenderableType] = [Text(MARKERS, "dim"), Text(""), reasons] if reasons.row_count else []
     return Group(table, *legend, *why, Text(HINT, "dim"))
 
 
 def _word(level: Level) -> str:
     return level.name.lower()
+
+
+def _style(level: Level) -> str:
+    """The name of a level's style; a console's theme says what it looks like."""
+    return f"level.{_word(level)}"
 
 
 def _mark(compatibility: Compatibility) -> str:

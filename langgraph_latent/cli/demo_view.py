@@ -1,4 +1,4 @@
-"""The demo in a terminal: progress while it runs, then tables. It knows rich and the run's figures, not graphs."""
+"""How the demo looks in a terminal: progress while it runs, then tables. It knows the run's figures, not graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rich.text import Text
 from langgraph_latent.demo.stats import AgentStats, DemoStats, EdgeStats, RunStats, Watcher
 
 EDGES = {"text": "text edges", "latent": "latent edges"}
-WIDTH = 100
 
 
 class View(Watcher):
@@ -47,13 +46,13 @@ class View(Watcher):
     def agent_started(self, run: str, agent: str) -> None:
         if run != self._run:
             self._run = run
-            self._console.print(Text(f"\n{EDGES[run]}", style="bold"))
+            self._console.print(Text(f"\n{EDGES[run]}", style="title"))
         self._answer, self._begin = "", time.perf_counter()
         self._status.update(Text(f"{agent} reads ..."))
 
     def agent_wrote(self, run: str, agent: str, piece: str) -> None:
         self._answer += piece
-        self._status.update(Text.assemble(f"{agent}: ", (_one_line(self._answer), "italic")))
+        self._status.update(Text.assemble(f"{agent}: ", (_one_line(self._answer), "written")))
 
     def agent_finished(self, run: str, stats: AgentStats) -> None:
         seconds = time.perf_counter() - self._begin
@@ -64,16 +63,9 @@ class View(Watcher):
             parts += [f"reuses {_count(stats.tokens_reused)}"] if stats.tokens_reused else []
             parts += [f"writes {_count(stats.tokens_written)}"] if stats.tokens_written else []
             did = f"{', '.join(parts)} ({_seconds(seconds)})"
-        self._console.print(Text.assemble("  ", (f"{stats.name:<8}", "cyan"), f" {did}"))
+        self._console.print(Text.assemble("  ", (f"{stats.name:<8}", "name"), f" {did}"))
         if self._answer:
-            self._console.print(Padding(Text(_one_line(self._answer), style="italic"), (0, 0, 0, 11)))
-
-
-def terminal(*, stderr: bool = False, width: int = WIDTH) -> Console:
-    """A console at most `width` columns wide; a pipe or a file is as wide as that."""
-    console = Console(stderr=stderr, highlight=False)
-    console.width = min(console.width, width) if console.is_terminal else width
-    return console
+            self._console.print(Padding(Text(_one_line(self._answer), style="written"), (0, 0, 0, 11)))
 
 
 def print_result(console: Console, stats: DemoStats) -> None:
@@ -81,15 +73,15 @@ def print_result(console: Console, stats: DemoStats) -> None:
     console.print()
     console.print(_cost_table(stats))
     console.print(_comparison_table(stats))
-    console.print("hand-over: from the sender being done until the receiver's first token\n", style="dim")
+    console.print("hand-over: from the sender being done until the receiver's first token\n", style="note")
     console.print(_answer_table(stats))
     console.print(_verdict(stats))
 
 
 def _cost_table(stats: DemoStats) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="what each agent did", title_justify="left", title_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, title="what each agent did", title_justify="left", title_style="title")
     table.add_column("edges")
-    table.add_column("agent", style="cyan")
+    table.add_column("agent", style="name")
     for name in ("tokens read", "reused", "written", "hand-over", "reading", "writing", "total"):
         table.add_column(name, justify="right")
     for run in stats.runs:
@@ -106,12 +98,12 @@ def _cost_table(stats: DemoStats) -> Table:
             )
         counts = (run.tokens_read, run.tokens_reused, run.tokens_written)
         total = (*(_count(count) for count in counts), "", "", "", _seconds(run.total_s))
-        table.add_row("", "all", *total, style="bold", end_section=True)
+        table.add_row("", "all", *total, style="title", end_section=True)
     return table
 
 
 def _comparison_table(stats: DemoStats) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="what latent edges save", title_justify="left", title_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, title="what latent edges save", title_justify="left", title_style="title")
     table.add_column("")
     for name in ("text", "latent", "ratio"):
         table.add_column(name, justify="right")
@@ -127,8 +119,8 @@ def _comparison_table(stats: DemoStats) -> Table:
 
 
 def _answer_table(stats: DemoStats) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="answers", title_justify="left", title_style="bold")
-    table.add_column("agent", style="cyan")
+    table = Table(box=box.SIMPLE_HEAD, title="answers", title_justify="left", title_style="title")
+    table.add_column("agent", style="name")
     for run in stats.runs:
         table.add_column(EDGES[run.name], ratio=1)
     for agent in stats.text.answers:
@@ -141,18 +133,18 @@ def _verdict(stats: DemoStats) -> Text:
     if stats.same_answers:
         count = _count(len(stats.text.token_ids))
         why = f"both runs saw and wrote the same {count} tokens" if stats.same_tokens else f"even so, {other_tokens}"
-        return Text.assemble(("The answers are equal", "bold green"), f": {why}.")
+        return Text.assemble(("The answers are equal", "verdict.good"), f": {why}.")
     if stats.dtype == "float32":
         why = f"In float32 that happens only where {other_tokens}."
     else:
         why = f"In {stats.dtype}, two ways to compute the same can differ in the last bits, and then in a word."
-    return Text.assemble(("The answers differ", "bold red"), f". {why}")
+    return Text.assemble(("The answers differ", "verdict.bad"), f". {why}")
 
 
 def headline(model: str, threads: int) -> Text:
     """What is about to happen."""
     return Text.assemble(
-        ("langgraph-latent demo", "bold"),
+        ("langgraph-latent demo", "title"),
         f"   reader -> analyst -> router over one report\nmodel {Path(model).name or model}, CPU threads {threads}",
     )
 
