@@ -1,20 +1,18 @@
-"""Messages become token ids by the model's own template; sampled ids stand; text comes out once it is sure."""
+"""Messages become token ids by the model's own template; sampled ids stand."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from langgraph_latent.errors import TemplateError
 from langgraph_latent.handle import KVHandle
 from langgraph_latent.handle.handle import Message
 from langgraph_latent.handle.tokens import pack_tokens, unpack_tokens
-from langgraph_latent.prompt.prompt import Detokenizer, PromptWriter
+from langgraph_latent.prompt.prompt import PromptWriter
 from langgraph_latent.testing import CHATML, tiny_tokenizer
 
 ALTERNATING = (
@@ -68,14 +66,6 @@ def double_newline_tokenizer(template: str) -> PreTrainedTokenizerFast:
     )
     bpe.train_from_iterator(["\n\n", "\n\n", "\n\n", "xx", "xx"], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=template)
-
-
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As of Llama 2, Mistral and Gemma: a character without a token of its own is one token per byte."""
-    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "a": 257, "b": 258}
-    bpe = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
-    bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>")
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -280,111 +270,3 @@ def test_a_template_that_marks_the_last_message_leaves_what_is_before_the_mark()
     prompt = prompts.extend(handle, [user("more")], reply=True)
     assert prompt.tokens == prompts.write([user("the team"), user("the report"), user("more")], reply=True).tokens
     assert prompt.num_inherited == handle.num_tokens - len(encode(tokenizer, "last"))
-
-
-# -- text from tokens ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def smol_tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(smollm2)
-
-
-def stream(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], stop: tuple[str, ...] = ()
-) -> tuple[Detokenizer, list[str]]:
-    """Every piece, the flushed one last; ends where a stop string is complete, as decoding does."""
-    detokenizer, pieces = Detokenizer(tokenizer, stop), []
-    for token in ids:
-        pieces.append(detokenizer.push(token))
-        if detokenizer.stopped:
-            break
-    pieces.append(detokenizer.flush())
-    return detokenizer, pieces
-
-
-TINY = tiny_tokenizer()
-FALLBACK = byte_fallback_tokenizer()
-TOKENIZERS = {"byte_level": TINY, "byte_fallback": FALLBACK}
-answers = st.text(
-    st.sampled_from("ab\N{GRINNING FACE}é\N{EURO SIGN}\N{WOMAN}\N{ZERO WIDTH JOINER}\N{ROCKET}"), max_size=14
-)
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
-@given(text=answers)
-def test_pieces_add_up_to_the_text_and_never_hold_half_a_character(name: str, text: str) -> None:
-    """Field case 16: streamed text is the text, also where a character takes four tokens."""
-    tokenizer = TOKENIZERS[name]
-    detokenizer, pieces = stream(tokenizer, encode(tokenizer, text))
-    assert "".join(pieces) == detokenizer.text == text
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_pieces_add_up_whatever_was_sampled(name: str, data: st.DataObject) -> None:
-    """Random bytes are no text; still, what was streamed is what the message says."""
-    tokenizer = TOKENIZERS[name]
-    stop = data.draw(st.sampled_from([(), ("ab",), ("a\N{REPLACEMENT CHARACTER}b",), ("b", "aab"), ("aé", "a")]))
-    ids = data.draw(st.lists(st.integers(3, len(tokenizer) - 1), max_size=14))
-    detokenizer, pieces = stream(tokenizer, ids, stop)
-    assert "".join(pieces) == detokenizer.text
-    if not detokenizer.stopped and name == "byte_level":  # byte fallback unmakes earlier characters beside garbage
-        assert detokenizer.text == tokenizer.decode(ids, skip_special_tokens=True)
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=200, deadline=None)
-@given(text=answers, stop=st.lists(answers.filter(bool), min_size=1, max_size=3))
-def test_text_ends_before_the_first_stop_string_and_nothing_of_it_is_streamed(
-    name: str, text: str, stop: list[str]
-) -> None:
-    tokenizer = TOKENIZERS[name]
-    ids = encode(tokenizer, text)
-    detokenizer, pieces = stream(tokenizer, ids, tuple(stop))
-    said = "".join(pieces)
-    assert said == detokenizer.text
-    assert detokenizer.stopped == any(one in text for one in stop)
-    assert not any(one in said for one in stop)
-    assert text.startswith(said)
-    if not detokenizer.stopped:
-        assert said == text
-
-
-def test_a_stop_string_that_is_spread_over_tokens_is_held_back_until_it_is_sure() -> None:
-    letters = [index for letter in "the END" for index in encode(TINY, letter)]
-    detokenizer, pieces = stream(TINY, letters, ("END",))
-    assert detokenizer.stopped
-    assert detokenizer.text == "".join(pieces) == "the "
-    assert pieces[:4] == ["t", "h", "e", " "]
-    false_alarm = [index for letter in "ENough" for index in encode(TINY, letter)]
-    detokenizer, pieces = stream(TINY, false_alarm, ("END",))
-    assert pieces[:3] == ["", "", "ENo"]
-    assert detokenizer.text == "ENough"
-
-
-def test_a_character_is_sent_as_soon_as_its_last_byte_is_there() -> None:
-    ids = encode(TINY, "a\N{GRINNING FACE}b")
-    assert len(ids) == 6
-    assert stream(TINY, ids)[1] == ["a", "", "", "", "\N{GRINNING FACE}", "b", ""]
-
-
-def test_what_stays_half_is_flushed_at_the_end() -> None:
-    ids = encode(TINY, "a\N{GRINNING FACE}")[:3]
-    detokenizer, pieces = stream(TINY, ids)
-    assert detokenizer.text == "".join(pieces) == "a\N{REPLACEMENT CHARACTER}"
-
-
-def test_end_tokens_are_no_text() -> None:
-    detokenizer, pieces = stream(TINY, encode(TINY, "the team<|im_end|>"))
-    assert detokenizer.text == "".join(pieces) == "the team"
-
-
-def test_a_real_tokenizers_pieces_add_up(smol_tokenizer: PreTrainedTokenizerBase) -> None:
-    text = "Plan B: naïve café — 東京 \N{WOMAN}\N{ZERO WIDTH JOINER}\N{ROCKET}!\n\n```python\nx = {'a': 1}\n```  end ."
-    detokenizer, pieces = stream(smol_tokenizer, encode(smol_tokenizer, text))
-    assert "".join(pieces) == detokenizer.text == text
-    assert len([piece for piece in pieces if piece]) > 15

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from langgraph_latent.handle.handle import Message
+from langgraph_latent.prompt.detokenizer import split_certain
 from langgraph_latent.prompt.template import ID_LETTERS, TemplateInputs
 from langgraph_latent.prompt.tool_calls import BARE, CALL_MARKS, JSON, MARKED, ToolCallFormat
 
@@ -201,7 +202,7 @@ class MarkReader:
             self._rest, self._closing = rest, ""
             self._has_begun, self._skipped = False, WHITE_SPACE
         else:
-            piece, self._rest = _certain(self._rest, (self._closing,), is_whole)
+            piece, self._rest = self._certain((self._closing,), is_whole)
         return [Reasoning(piece)]
 
     def _text(self, is_whole: bool) -> list[Part]:
@@ -228,12 +229,16 @@ class MarkReader:
             at, shape = min(found, key=lambda pair: pair[0])
             piece, self._rest, self._shape = self._rest[:at].rstrip(), self._rest[at + len(shape.begin) :], shape
         else:
-            piece, self._rest = _certain(self._rest, marks, is_whole)
+            piece, self._rest = self._certain(marks, is_whole)
             if marks and not is_whole:  # white space before a call is not said
                 said = piece.rstrip()
                 piece, self._rest = said, piece[len(said) :] + self._rest
         self._has_begun = self._has_begun or bool(piece.strip())
         return [Text(piece)]
+
+    def _certain(self, marks: Sequence[str], is_whole: bool) -> tuple[str, str]:
+        """What is left, without what at its end may begin one of the marks; and that end."""
+        return (self._rest, "") if is_whole else split_certain(self._rest, marks)
 
     def _bare(self, start: str, is_whole: bool) -> list[Part]:
         """An answer that begins like JSON: calls of known tools as soon as they are whole, or just text."""
@@ -347,11 +352,3 @@ def _call_ids(seed: bytes) -> Iterator[str]:
 def _closing_of(prompt: str) -> str:
     """What ends the reasoning block that a prompt's end opens; "" where it opens none."""
     return next((end for begin, end in REASONING if prompt.rstrip().endswith(begin)), "")
-
-
-def _certain(text: str, marks: Sequence[str], is_whole: bool) -> tuple[str, str]:
-    """A text, and what at its end may begin one of the marks."""
-    if is_whole:
-        return text, ""
-    held = max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
-    return text[: len(text) - held], text[len(text) - held :]

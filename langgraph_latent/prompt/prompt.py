@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -13,8 +13,6 @@ from langgraph_latent.handle.handle import KVHandle, Message
 from langgraph_latent.handle.tokens import TOKEN_BYTES, common_tokens, pack_tokens, unpack_tokens
 from langgraph_latent.prompt.template import PLAIN, USER, ChatTemplate, TemplateInputs
 
-# What a tokenizer writes for bytes that are no whole character yet.
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 # Stands for an answer in a probe of the template, so that what comes behind it can be told apart.
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
 NUM_END_TOKENS = 8
@@ -167,50 +165,3 @@ def _was_sampled(handle: KVHandle, index: int) -> bool:
             return True
         begin = end
     return False
-
-
-class Detokenizer:
-    """Text from sampled tokens, as early as it is certain: no half characters, nothing that may begin a stop string.
-
-    Special tokens are left out, but for those `shown`.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = (), shown: Collection[int] = ()
-    ) -> None:
-        self._tokenizer = tokenizer
-        special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        self._hidden = special.union(tokenizer.all_special_ids).difference(shown)
-        self._stop = tuple(stop)
-        self._ids: list[int] = []
-        self._decoded = ""
-        self.text = ""
-        self.stopped = False
-
-    def push(self, token: int) -> str:
-        """Add a token; the text that became certain. Sets `stopped` where a stop string is complete."""
-        if token not in self._hidden:
-            self._ids.append(token)
-        self._decoded = str(
-            self._tokenizer.decode(self._ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
-        found = [at for at in (self._decoded.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self._decoded, self.stopped = self._decoded[: min(found)], True
-            return self.flush()
-        return self._send(len(self._decoded) - self._uncertain())
-
-    def flush(self) -> str:
-        """What is left when no more tokens come."""
-        return self._send(len(self._decoded))
-
-    def _send(self, end: int) -> str:
-        piece = self._decoded[len(self.text) : end]
-        self.text += piece
-        return piece
-
-    def _uncertain(self) -> int:
-        """Length of the tail that a next token could still change or turn into a stop string."""
-        whole = self._decoded.rstrip(UNFINISHED)
-        starts = (n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n]))
-        return len(self._decoded) - len(whole) + max(starts, default=0)
