@@ -1,7 +1,7 @@
 """An agent with two tools, in a conversation of two turns: LangChain's `create_agent` over a local model.
 
 `ChatLatent` is a chat model like any other: tools reach its prompt, its calls come back parsed, tool results are read.
-What a provider would bill again is still in memory: each model call reads only what is new behind the last one, within
+What a provider would bill again is still in memory: each model call reads only what is new since the last one, within
 a turn and from turn to turn.
 
     python examples/agent.py [--model FOLDER_OR_HUB_ID]

@@ -1,8 +1,8 @@
 """A draft/critique loop that survives kill -9: run it, kill it at any time, run it again.
 
 The checkpoints are in an SQLite file and hold handles, never tensors. After a kill, the new process finds a handle
-whose tensors are gone, makes them again from the handle's recipe and goes on; the answer is the one that an undisturbed
-run gives. What had to be made again is printed at the end, from the trace.
+whose tensors are gone, rebuilds them from the handle and goes on; the answer is the one that an undisturbed run gives.
+What had to be rebuilt is printed at the end, from the trace.
 
     python examples/checkpointed_loop.py [--model FOLDER_OR_HUB_ID] [--db FILE] [--thread NAME] [--rounds N] ...
 """

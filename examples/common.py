@@ -1,4 +1,4 @@
-"""What agent.py, supervisor.py and swarm.py share: which model they take, how it is told what to do, what is printed.
+"""What agent.py, supervisor.py and swarm.py share: which model they take, what instructs it, what is printed.
 
 The default model has half a billion parameters. It picks the right tool and the right arguments, but rarely knows when
 to call one and when to talk. So most system prompts here hold a worked example, and `tool_first` settles the rest.
@@ -41,7 +41,7 @@ def worked_example(question: str, tool: str, arguments: dict[str, Any], result: 
 
 @wrap_model_call
 def tool_first(request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
-    """Behind a question a tool must be called; which one, and with what, is the model's choice. Hand-overs are not
+    """After a question a tool must be called; which one, and with what, is the model's choice. Hand-overs are not
     shown to the agent that was handed the question: it would go on handing over."""
     messages = [message for message in request.messages if not is_hand_over(message)]
     asked = isinstance(messages[-1], HumanMessage)

@@ -2,7 +2,7 @@
 
 All branches continue the same handle: it never changes, so none of them sees another. `LatentChannel(policy="collect")`
 keeps the handles of all three, in a fixed order. The editor inherits them all: the first one's cache is continued, the
-others come as text behind it (a cache can't be moved behind another without loss), and the trace says so.
+others follow as text (a cache can't be moved after another without loss), and the trace says so.
 
     python examples/fan_out_fan_in.py [--model FOLDER_OR_HUB_ID]
 """

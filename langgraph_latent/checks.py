@@ -6,7 +6,6 @@ A bool is not a number here, though Python says it is.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -28,19 +27,19 @@ OTHER_NAMES = {
 """What other libraries call our options."""
 
 
-def is_whole_number(value: Any) -> TypeGuard[int]:
-    """Whether a value is an int and not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_whole_number(value: Any, at_least: int | None = None) -> TypeGuard[int]:
+    """Whether a value is an int, not a bool, and not below `at_least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and (at_least is None or value >= at_least)
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value is a finite int or float and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a value is an int or float and not a bool. It may be NaN, which lies within no bounds."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_whole_number(name: str, value: Any, at_least: int = 0, *, unit: str = "") -> int:
     """The value. Raises `ConfigError`, which names the option, for anything but a whole number from `at_least` on."""
-    if not is_whole_number(value) or value < at_least:
+    if not is_whole_number(value, at_least):
         of_what = f" of {unit}" if unit else ""
         raise ConfigError(f"{name}={value!r} is impossible; it must be a whole number{of_what}, {at_least} or above")
     return value

@@ -1,6 +1,6 @@
 """Blocking work for an event loop: in threads of its own, so that long answers never fill the loop's executor.
 
-It knows iterators and events; not what they are about.
+It knows functions and iterators; not what they compute.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`LatentNode`: a chat model as a LangGraph node that inherits and hands on a KV cache; and `LatentState`.
 
-It knows prompts and state keys, and leaves models, caches and routes to the chat model.
+It knows prompts and state keys. It does not know models, caches or routes: these are the chat model's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.handle.provenance import Repair
 
 MODES = ("read", "think", "decode")
-WAYS = ("append", "compose")
-Prompt = str | Sequence[Any] | ChatPromptTemplate | Callable[[Mapping[str, Any]], Sequence[BaseMessage]]
+INHERIT_MODES = ("append", "compose")
+NodePrompt = str | Sequence[Any] | ChatPromptTemplate | Callable[[Mapping[str, Any]], Sequence[BaseMessage]]
 
 
 class LatentState(TypedDict, total=False):
@@ -47,7 +47,7 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         writes: state key for the answer: "messages" gets the AIMessage, any other key its text. None keeps no answer.
         latent: state key that the new handle is written to.
         inherit: how the handle under `latent` is inherited: "append" continues its cache (the default), "compose" moves
-            it behind this node's own system prompt, where the edge's policy allows level 1. Or the state key (or keys)
+            it after this node's own system prompt, where the edge's policy allows level 1. Or the state key (or keys)
             whose handles are inherited, () to start afresh; or a mapping of keys to "append" and "compose".
         select, repair: what is taken of composed handles, and how far it is repaired; see `ChatLatent.compose`.
         options: per-call options of the chat model, for example `max_tokens`; `steps` of a node that thinks.
@@ -59,7 +59,7 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         self,
         chat: ChatLatent,
         *,
-        prompt: Prompt,
+        prompt: NodePrompt,
         mode: Literal["read", "think", "decode"] = "decode",
         writes: str | None = None,
         latent: str = "latent",
@@ -79,7 +79,7 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         self.writes = writes
         self.latent = latent
         self.steps = steps
-        self.inherit = _ways(inherit, latent)
+        self.inherit = _inherit_modes(inherit, latent)
         self.select = select
         self.repair = repair
         if (select or repair) and "compose" not in self.inherit.values():
@@ -118,16 +118,16 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
                 stacklevel=3,
             )
         messages = self._prompt(values)
-        appended, composed = (self._inherited(values, way) for way in WAYS)
+        appended, composed = (self._inherited(values, mode) for mode in INHERIT_MODES)
         if not composed:
             return messages, appended
         system = messages[0] if messages and isinstance(messages[0], SystemMessage) else None
         handle = self.chat.compose(composed, system=system, select=self.select, repair=self.repair)
         return messages[1 if system else 0 :], [handle, *appended]
 
-    def _inherited(self, state: Mapping[str, Any], way: str) -> list[KVHandle]:
+    def _inherited(self, state: Mapping[str, Any], mode: str) -> list[KVHandle]:
         handles: list[KVHandle] = []
-        for key in (key for key, each in self.inherit.items() if each == way):
+        for key in (key for key, each in self.inherit.items() if each == mode):
             value = state.get(key)
             handles += [] if value is None else [value] if isinstance(value, KVHandle) else value
         return handles
@@ -139,16 +139,16 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         return update
 
 
-def _ways(inherit: str | Sequence[str] | Mapping[str, str], latent: str) -> dict[str, str]:
+def _inherit_modes(inherit: str | Sequence[str] | Mapping[str, str], latent: str) -> dict[str, str]:
     """State keys and how the handles under them are inherited."""
     if isinstance(inherit, str):
-        inherit = {latent: inherit} if inherit in WAYS else (inherit,)
+        inherit = {latent: inherit} if inherit in INHERIT_MODES else (inherit,)
     if not isinstance(inherit, Mapping | Sequence) or not all(isinstance(key, str) for key in (*inherit, latent)):
         raise ConfigError(f"inherit={inherit!r}: state keys are names; pass one, several, or a mapping of them")
-    ways = dict(inherit) if isinstance(inherit, Mapping) else dict.fromkeys(inherit, "append")
-    if unknown := [way for way in ways.values() if way not in WAYS]:
-        raise ConfigError(f"inherit: {unknown[0]!r} is unknown; known ways: {', '.join(WAYS)}")
-    return ways
+    modes = dict(inherit) if isinstance(inherit, Mapping) else dict.fromkeys(inherit, "append")
+    if unknown := [mode for mode in modes.values() if mode not in INHERIT_MODES]:
+        raise ConfigError(f"inherit: {unknown[0]!r} is unknown; known modes: {', '.join(INHERIT_MODES)}")
+    return modes
 
 
 def _state_values(state: Any) -> Mapping[str, Any]:
@@ -160,7 +160,7 @@ def _state_values(state: Any) -> Mapping[str, Any]:
     return dict(state)
 
 
-def _prompt_function(prompt: Prompt) -> Callable[[Mapping[str, Any]], Sequence[BaseMessage]]:
+def _prompt_function(prompt: NodePrompt) -> Callable[[Mapping[str, Any]], Sequence[BaseMessage]]:
     if callable(prompt) and not isinstance(prompt, ChatPromptTemplate):
         return prompt
     template = (

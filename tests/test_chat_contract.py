@@ -211,8 +211,8 @@ def test_blocks_of_version_1_say_the_same_and_can_be_sent_back(tiny_chat: ChatLa
         assert called.tool_calls == plain.tool_calls
         for reply, like in ((said, AIMessage(text)), (called, plain)):
             again = chat.invoke([HumanMessage(STORY), reply, HumanMessage("and?")])
-            told = [HumanMessage(STORY), like, HumanMessage("and?")]
-            assert ws.handle(again).messages == ws.handle(tiny_chat.invoke(told)).messages
+            sent = [HumanMessage(STORY), like, HumanMessage("and?")]
+            assert ws.handle(again).messages == ws.handle(tiny_chat.invoke(sent)).messages
 
 
 def test_streaming_can_be_switched_off(tiny_chat: ChatLatent) -> None:
@@ -224,7 +224,7 @@ def test_streaming_can_be_switched_off(tiny_chat: ChatLatent) -> None:
 
 
 class Traced(BaseCallbackHandler):
-    """Keeps what a tracer is told when a call starts."""
+    """Keeps what a tracer gets when a call starts."""
 
     def __init__(self) -> None:
         self.metadata: dict[str, Any] = {}
@@ -237,9 +237,9 @@ class Traced(BaseCallbackHandler):
 def test_traces_name_the_model_and_its_options(tiny_chat: ChatLatent) -> None:
     traced = Traced()
     tiny_chat.invoke(STORY, {"callbacks": [traced]}, stop=["x"], max_tokens=3, temperature=0.5)
-    told = {name: value for name, value in traced.metadata.items() if name.startswith("ls_")}
-    assert told.pop("ls_integration")
-    assert told == {
+    named = {name: value for name, value in traced.metadata.items() if name.startswith("ls_")}
+    assert named.pop("ls_integration")
+    assert named == {
         "ls_provider": "langgraph-latent",
         "ls_model_name": tiny_chat.model,
         "ls_model_type": "chat",
@@ -256,9 +256,9 @@ def test_traces_name_the_schema_of_structured_output(tiny_chat: ChatLatent, meth
     traced = Traced()
     chat = tiny_chat.model_copy(update={"max_tokens": 60})
     chat.with_structured_output(Ticket, method=method, include_raw=True).invoke(STORY, {"callbacks": [traced]})
-    told = traced.options["ls_structured_output_format"]
-    assert told["kwargs"]["method"] == method
-    assert told["schema"]["title"] == "Ticket"
+    form = traced.options["ls_structured_output_format"]
+    assert form["kwargs"]["method"] == method
+    assert form["schema"]["title"] == "Ticket"
 
 
 def test_the_profile_tells_the_models_length_once_it_is_loaded(tiny_folder: Callable[..., Path]) -> None:
@@ -604,8 +604,8 @@ def test_with_scaled_positions_only_a_prefix_is_reused(
     assert cache_read(joined) == one.num_tokens
     with LatentWorkspace() as empty:
         alone = ChatLatent(model=chat.model, workspace=empty, max_tokens=12, reuse=False)
-        told = [HumanMessage("report one: " + STORY), HumanMessage("report two: " + STORY), HumanMessage("compare")]
-        assert joined.text == alone.invoke(told).text
+        sent = [HumanMessage("report one: " + STORY), HumanMessage("report two: " + STORY), HumanMessage("compare")]
+        assert joined.text == alone.invoke(sent).text
 
 
 @pytest.mark.parametrize("by", ["messages", "handle"])

@@ -232,7 +232,7 @@ def test_a_forward_without_a_mask_gives_what_one_with_a_mask_gives(tiny_chat: Ch
 
 
 def test_a_second_handle_is_read_as_text_and_not_glued_on(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:
-    """Field case 28: two caches are never concatenated; the second one's messages are read behind the first."""
+    """Field case 28: two caches are never concatenated; the second one's messages are appended to the first's."""
     one, two = tiny_chat.read("report one"), tiny_chat.read("notes two")
     joined = tiny_chat.invoke("compare", inherit=[one, two])
     with LatentWorkspace() as empty:

@@ -123,15 +123,15 @@ def test_join_of_several_handles_answers_as_to_their_messages_told_once(
 ) -> None:
     chat = ChatLatent(model=smol_chat.model, workspace=ws, max_tokens=6)
     state = branches(chat, answerer(chat, "Sum up.", inherit="findings")).compile().invoke({"report": REPORT})
-    told = state["latent"].messages
-    assert [message["content"] for message in told if message["role"] == "user"] == [
+    rendered = state["latent"].messages
+    assert [message["content"] for message in rendered if message["role"] == "user"] == [
         REPORT,
         *QUESTIONS.values(),
         "Sum up.",
     ]
     codes = [event.code for event in events(ws, Routed, "join")]
     assert codes == ["same_model", "not_first", "not_first"]
-    assert state["answer"] == alone(chat, *convert_to_messages(list(told[:-1])))
+    assert state["answer"] == alone(chat, *convert_to_messages(list(rendered[:-1])))
 
 
 def test_send_maps_over_one_handle_with_a_checkpointer_and_collects_in_order(
@@ -173,8 +173,8 @@ def test_deferred_join_sees_the_handles_of_short_and_long_branches(tiny_chat: Ch
         builder.add_edge(source, target)
     builder.add_edge("short", "join")
     builder.add_edge("long_2", "join")
-    told = builder.compile().invoke({"report": REPORT})["latent"].messages
-    asked = [message["content"] for message in told if message["role"] == "user"]
+    rendered = builder.compile().invoke({"report": REPORT})["latent"].messages
+    asked = [message["content"] for message in rendered if message["role"] == "user"]
     assert asked == [REPORT, "who?", "what?", "why?", "and so?"]
 
 

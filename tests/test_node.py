@@ -216,7 +216,7 @@ def test_one_node_object_may_serve_under_two_names(tiny_chat: ChatLatent) -> Non
         lambda state: [SystemMessage("the team"), HumanMessage(state["report"])],
     ],
 )
-def test_every_form_of_prompt_says_the_same(tiny_chat: ChatLatent, prompt: Any) -> None:
+def test_every_form_of_prompt_gives_the_same_answer(tiny_chat: ChatLatent, prompt: Any) -> None:
     update = LatentNode(tiny_chat, prompt=prompt, writes="answer").invoke({"report": REPORT})
     assert update["answer"] == alone(tiny_chat, SystemMessage("the team"), REPORT)
 
@@ -247,7 +247,7 @@ def test_decoding_options_reach_the_model(tiny_chat: ChatLatent, ws: LatentWorks
 def test_node_can_start_afresh_or_inherit_other_keys(tiny_chat: ChatLatent) -> None:
     one, two = tiny_chat.read([HumanMessage("the report")]), tiny_chat.read([HumanMessage("the answer")])
     state = {"latent": one, "a": one, "b": [two]}
-    for inherit, told in [
+    for inherit, inherited in [
         ((), []),
         ("append", ["the report"]),
         ("a", ["the report"]),
@@ -255,7 +255,7 @@ def test_node_can_start_afresh_or_inherit_other_keys(tiny_chat: ChatLatent) -> N
         (["nowhere"], []),
     ]:
         node = LatentNode(tiny_chat, prompt=QUESTION, writes="answer", inherit=inherit)
-        assert node.invoke(state)["answer"] == alone(tiny_chat, *told, QUESTION)
+        assert node.invoke(state)["answer"] == alone(tiny_chat, *inherited, QUESTION)
 
 
 def test_what_is_no_handle_under_an_inherited_key_is_a_typed_error(tiny_chat: ChatLatent) -> None:
