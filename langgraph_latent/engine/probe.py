@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from langgraph_latent.checks import is_whole_number
 from langgraph_latent.errors import UnsupportedLayerError
 from langgraph_latent.kv.move import Piece, moved_after
 from langgraph_latent.kv.rope import (
@@ -132,7 +133,7 @@ def _spec(fields: Sequence[Any] | None) -> RotationSpec | None:
     if fields is None:
         return None
     spec = RotationSpec(*fields)
-    if spec.layout not in LAYOUTS or type(spec.begin) is not int or spec.begin < 0 or spec.direction not in (1, -1):
+    if spec.layout not in LAYOUTS or not is_whole_number(spec.begin, 0) or spec.direction not in (1, -1):
         raise ValueError(f"{spec} is no rotation")
     return spec
 

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from langgraph_latent.checks import is_number, is_whole_number
 from langgraph_latent.engine import cpu_thread
 from langgraph_latent.errors import ConfigError
 from langgraph_latent.handle.tokens import TOKEN_BYTES
@@ -44,14 +45,14 @@ class Sampling:
     def __post_init__(self) -> None:
         allowed = {
             "temperature": (
-                _is_number(self.temperature) and (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE),
+                is_number(self.temperature) and (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE),
                 f"a number, 0 (greedy), or {MIN_TEMPERATURE} and above",
             ),
-            "top_p": (_is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            "top_k": (_is_whole(self.top_k) and self.top_k >= 0, "a whole number, 0 (off) or above"),
-            "max_tokens": (_is_whole(self.max_tokens) and self.max_tokens >= 1, "a whole number, 1 or above"),
+            "top_p": (is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1"),
+            "top_k": (is_whole_number(self.top_k, 0), "a whole number, 0 (off) or above"),
+            "max_tokens": (is_whole_number(self.max_tokens, 1), "a whole number, 1 or above"),
             "seed": (
-                self.seed is None or (_is_whole(self.seed) and abs(self.seed) < 1 << 63),
+                self.seed is None or (is_whole_number(self.seed) and abs(self.seed) < 1 << 63),
                 "a whole number or None",
             ),
             "stop": (all(isinstance(text, str) and text for text in self.stop), "text that is not empty"),
@@ -59,14 +60,6 @@ class Sampling:
         for name, (is_allowed, meaning) in allowed.items():
             if not is_allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is impossible; it must be {meaning}")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return _is_whole(value) or isinstance(value, float)
 
 
 class Sampler:
@@ -121,7 +114,7 @@ class Sampler:
     def _choose(self, scores: torch.Tensor) -> int:
         self.scores: Any = self._processors(self.context, scores) if self._processors else scores
         if self._is_greedy:
-            # NumPy's, on a CPU: torch's would make a team of OpenMP threads wherever this runs, see models/compute.py
+            # NumPy's, on a CPU: torch's would make a team of OpenMP threads wherever this runs, see cpu_thread.py
             return int(self.scores.numpy().argmax() if scores.device.type == "cpu" else self.scores.argmax())
         return int(torch.multinomial(self.scores.softmax(-1), 1, generator=self._random))
 

@@ -1,8 +1,8 @@
 """Which requests share the next model call. It knows token ids, tails and clocks; not what an answer is.
 
-There is no thread of its own: every request brings one and blocks in `RequestSlot.feed` until its logits are there. Whoever
-finds the model idle runs the next call for everyone who waits, oldest request first. So requests join and leave between
-any two tokens, and one whose reader has stopped reading holds nobody up.
+There is no thread of its own: every request brings one and blocks in `RequestSlot.feed` until its logits are there.
+Whoever finds the model idle runs the next call for everyone who waits, oldest request first. So requests join and leave
+between any two tokens, and one whose reader has stopped reading holds nobody up.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from langgraph_latent.checks import check_whole_number, is_number, is_whole_number
 from langgraph_latent.errors import ConfigError, QueueFullError, RequestCancelledError, RequestTimeoutError
 from langgraph_latent.kv.state import KVTail
 
@@ -51,11 +52,10 @@ class Limits:
     began_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        if self.max_queue is not None and not self.max_queue >= 1:
+        if self.max_queue is not None and not is_whole_number(self.max_queue, 1):
             raise ConfigError(f"max_queue={self.max_queue!r} is impossible; it must be a whole number above 0, or None")
-        if not self.max_retries >= 0:
-            raise ConfigError(f"max_retries={self.max_retries!r} is impossible; it must be a whole number, 0 or above")
-        if self.timeout is not None and not (isinstance(self.timeout, int | float) and self.timeout > 0):
+        check_whole_number("max_retries", self.max_retries)
+        if self.timeout is not None and not (is_number(self.timeout) and self.timeout > 0):
             raise ConfigError(
                 f"timeout={self.timeout!r} is impossible; it must be a number of seconds above 0, or None"
             )

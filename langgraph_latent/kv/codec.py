@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save
 
+from langgraph_latent.checks import is_whole_number
 from langgraph_latent.errors import CodecError, HandleError
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.kv.opaque import fill_layer, plain_of
@@ -244,7 +245,7 @@ def _tensor(
     begin, end = entry["data_offsets"]
     shape = entry["shape"]
     fits = len(shape) == len(wanted.shape) and all(
-        type(size) is int and (size == fixed or (fixed < 0 <= size))
+        is_whole_number(size) and (size == fixed or (fixed < 0 <= size))
         for size, fixed in zip(shape, wanted.shape, strict=True)
     )
     if not fits or declared["shape"] != shape or str(kind) != f"torch.{wanted.dtype}":

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from langgraph_latent.checks import check_whole_number, is_whole_number
 from langgraph_latent.errors import ConfigError, UnsupportedLayerError
 from langgraph_latent.kv.state import KVState
 
@@ -87,11 +88,10 @@ def budget_spans(
 
 def check_budget(k: int, sinks: int, window: int) -> None:
     """Raise `ConfigError` for a budget that is no whole number of tokens, or of less than one."""
-    if type(k) is not int or k < 1:
+    if not is_whole_number(k, 1):
         raise ConfigError(f"a budget of {k!r} tokens is impossible; it is a whole number, 1 or above")
     for name, value in (("sinks", sinks), ("window", window)):
-        if type(value) is not int or value < 0:
-            raise ConfigError(f"{name}={value!r} is impossible; it is a whole number of tokens, 0 or above")
+        check_whole_number(name, value, unit="tokens")
 
 
 def _scores(state: KVState, scorer: Scorer) -> torch.Tensor:
