@@ -18,7 +18,7 @@ from langgraph_latent import ChatLatent, KVHandle, LatentWorkspace
 from langgraph_latent.demo import REPORT
 from langgraph_latent.engine import cpu_thread
 from langgraph_latent.engine.model import ResidentModel
-from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.message import Message
 from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore, capacity_for
 from langgraph_latent.kv.state import KVState
@@ -31,7 +31,7 @@ TURN_WORDS = 100
 
 
 class NoEnd(LogitsProcessor):
-    """Forbids the tokens that end an answer, so that every side decodes as many tokens as it is told."""
+    """Forbids the tokens that end an answer, so that every side decodes as many tokens as it is asked for."""
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._ends = list(ends)
@@ -116,14 +116,14 @@ class Bench:
         """The same as turns of a user and an assistant, who has the last word."""
         return self._filled(_turns, num_tokens, seed)
 
-    def _filled(self, tell: Callable[[Sequence[str]], list[Message]], num_tokens: int, seed: int) -> list[Message]:
+    def _filled(self, render: Callable[[Sequence[str]], list[Message]], num_tokens: int, seed: int) -> list[Message]:
         words = _words(num_tokens, seed)
         low, high = 1, len(words)
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self.prompt_tokens(tell(words[:middle])) <= num_tokens
+            fits = self.prompt_tokens(render(words[:middle])) <= num_tokens
             low, high = (middle, high) if fits else (low, middle - 1)
-        return tell(words[:low])
+        return render(words[:low])
 
     def prompt_tokens(self, messages: Sequence[Message], *, reply: bool = False) -> int:
         return len(self.model.prompts.write(messages, reply=reply).tokens) // TOKEN_BYTES
@@ -149,7 +149,7 @@ class Bench:
         seconds = watch.now()
         handle = self.workspace.handle(reply)
         ids = list(handle.token_ids)
-        assert len(watch.marks) == num_tokens, "every side decodes as many tokens as it is told"
+        assert len(watch.marks) == num_tokens, "every side decodes as many tokens as it is asked for"
         return Answer(seconds, watch.marks, ids[-num_tokens:], ids[:-num_tokens], reply.text, handle)
 
     def fake_state(self, num_tokens: int) -> KVState:
@@ -188,7 +188,7 @@ class Stock:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def generate(self, ids: Sequence[int], num_tokens: int, cache: DynamicCache | None = None) -> list[int]:
-        """Greedy `generate` of exactly `num_tokens` tokens, behind a cache of a prefix of `ids` where one is given."""
+        """Greedy `generate` of exactly `num_tokens` tokens; `cache` holds a prefix of `ids`, where one is given."""
         inputs = torch.tensor([ids], device=self.model.device)
         known = {} if cache is None else {self._cache_argument: cache}
         out = self.model.generate(

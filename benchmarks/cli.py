@@ -58,7 +58,7 @@ def missing(name: str, requirement: str) -> None:
         f"{name} is not installed, so it is left out. To add it, install it into this environment: "
         f"python -m pip install '{requirement}'",
         highlight=False,
-        markup=False,  # an extra's brackets are no style
+        markup=False,  # an extra's brackets are not a style
     )
 
 

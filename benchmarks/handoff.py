@@ -35,7 +35,7 @@ def main(
 
 
 def choose_rows(names: list[str] | None, *, with_peers: bool) -> dict[str, cli.Row]:
-    """The rows of these names, and that of the peers where one is installed; says which are not."""
+    """The rows of these names, and that of the peers where one is installed; prints which are not."""
     chosen = cli.choose(names, ROWS)
     if not with_peers:
         return chosen

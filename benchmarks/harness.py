@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit that the median must keep: `at_least` says which way. `aim` is the further one that we would like."""
+    """A limit for the median: the least where `at_least`, else the most. `aim` is a further one that we would like."""
 
     limit: float
     at_least: bool
@@ -107,14 +107,14 @@ def ratio(
 class Result:
     """A row's outcome. `samples` are raw numbers, in seconds unless their name says otherwise; `checks` must hold.
 
-    `said` is what belongs into the table and is no number.
+    `remarks` are what belongs into the table and is not a number.
     """
 
     title: str
     figures: list[Figure] = field(default_factory=list)
     samples: dict[str, list[float]] = field(default_factory=dict)
     checks: dict[str, bool] = field(default_factory=dict)
-    said: dict[str, str] = field(default_factory=dict)
+    remarks: dict[str, str] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
     def check_equal(self, name: str, *sides: Sequence[int]) -> None:

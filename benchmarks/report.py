@@ -70,7 +70,7 @@ def _row(name: str, outcome: Outcome) -> dict[str, Any]:
         "title": outcome.title,
         "figures": [figure.to_dict() for figure in outcome.figures],
         "checks": outcome.checks,
-        "said": outcome.said,
+        "remarks": outcome.remarks,
         "notes": outcome.notes,
         "samples": outcome.samples,
     }
@@ -85,7 +85,7 @@ def lines(outcomes: Mapping[str, Outcome]) -> list[tuple[str, str, str, str]]:
             continue
         cells.append((outcome.title, "", "", ""))
         cells += [(figure.name, _measured(figure), _goal(figure), _verdict(figure)) for figure in outcome.figures]
-        cells += [(name, text, "", "") for name, text in outcome.said.items()]
+        cells += [(name, text, "", "") for name, text in outcome.remarks.items()]
         cells += [(check, "", "", "FAILED") for check, holds in outcome.checks.items() if not holds]
     return cells
 

@@ -32,7 +32,7 @@ def main(
 
 
 def choose_rows(names: list[str] | None) -> dict[str, cli.Row]:
-    """The rows of these names without those that need a package which is not installed; says which."""
+    """The rows of these names without those that need a package which is not installed; prints which."""
     chosen = cli.choose(names, ROWS)
     for need in NEEDS:
         lacking = [name for name in chosen if name in need.rows and not need.is_installed()]

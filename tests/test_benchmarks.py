@@ -21,7 +21,10 @@ from benchmarks.rows import peers
 from benchmarks.swap_rows import GRAMMAR, HUGGING_FACE, NEEDS, SWAPPED, Need
 
 ROOT = Path(__file__).parent.parent
-ROWS = ["handover", "first-token", "text-handover", "chain", "equal-chain", "decode", "bytes", "export", "merge"]
+ROWS = [
+    "handover", "first-token", "text-handover", "chain", "equal-chain", "decode", "detokenize", "bytes", "export",
+    "merge",
+]  # fmt: skip
 
 
 def benchmark(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -80,6 +83,7 @@ def test_sides_that_must_agree_do(report: dict[str, Any]) -> None:
     for name in ("first-token", "chain", "equal-chain", "decode"):
         assert checks[name], f"{name} compares no tokens"
     assert "decoding writes in place, without a second storage" in checks["decode"]
+    assert checks["detokenize"], "the text is compared with nothing"
 
 
 def test_a_chain_shares_one_storage(report: dict[str, Any]) -> None:
@@ -146,7 +150,7 @@ def test_the_same_graph_reads_less_and_writes_the_same(swapped: dict[str, Any]) 
     assert list(calls) == list(SWAPPED)
     for name, num_calls in calls.items():
         assert row(swapped, name)["notes"] == {"calls": num_calls, "equal_answers": num_calls}
-        assert row(swapped, name)["said"] == {"answers": "equal"}
+        assert row(swapped, name)["remarks"] == {"answers": "equal"}
         assert figure(swapped, name, "tokens prefilled")["median"] < (0.6 if name == "chain-in-front" else 0.35)
     assert "| answers | equal |" in swapped["markdown"]
 
@@ -154,7 +158,7 @@ def test_the_same_graph_reads_less_and_writes_the_same(swapped: dict[str, Any]) 
 @pytest.mark.skipif(not GRAMMAR.is_installed(), reason="needs llguidance")
 def test_the_tool_loop_says_why_it_has_no_other_side(swapped: dict[str, Any]) -> None:
     assert figure(swapped, "tools", "tokens prefilled")["median"] < 0.4
-    said = row(swapped, "tools")["said"]["ChatHuggingFace"]
+    said = row(swapped, "tools")["remarks"]["ChatHuggingFace"]
     assert said.startswith("can't: bind_tools()" if HUGGING_FACE.is_installed() else "not installed")
 
 

@@ -15,8 +15,8 @@ from test_benchmarks import benchmark
 from benchmarks.retention import __main__ as command
 from benchmarks.retention import plot
 from benchmarks.retention.facts import NUM_DOCUMENTS, Case, case, cases, rotated
+from benchmarks.retention.rows import titles
 from benchmarks.retention.samples import Sample, Tally, difference, divergence, estimate, ratio
-from benchmarks.retention.ways import titles
 
 EXACT_ROWS = ("full", "full-2", "full-3", "full-5", "append", "compose-100%", "merge-3-100%")
 
@@ -124,12 +124,12 @@ def test_answers_stand_in_their_own_document_alone(drawn: list[Case]) -> None:
             assert {question.kind for question in document.questions} == {"name", "number", "date", "negation", "place"}
             for question in document.questions:
                 if question.kind == "name" and "keeps" in question.text:
-                    continue  # a keeper is also named where it is told where that person stays
+                    continue  # a keeper is also named with the place where that person stays
                 holders = [other for other in each.documents if question.answer in other.text]
                 assert holders == [document]
 
 
-def test_questions_do_not_tell_their_answers(drawn: list[Case]) -> None:
+def test_questions_do_not_hold_their_answers(drawn: list[Case]) -> None:
     for each in drawn:
         asked = [question for document in each.documents for question in document.questions]
         for question in [*asked, *(hop.question for hop in each.hops)]:

@@ -1,1 +1,1 @@
-"""What exchanging caches instead of text costs in answers: facts, questions about them, and ways to hand them over."""
+"""What exchanging caches instead of text costs in answers: facts, questions about them, and rows of hand-overs."""

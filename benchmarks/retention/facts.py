@@ -1,7 +1,7 @@
 """Generated documents of facts, and questions whose answers only they hold. It knows no models.
 
 Five documents make a case. Every answer stands in one document of its case alone, and the case's two-hop questions need
-two: one names who keeps a thing, another says where that person stays.
+two: one names who keeps a thing, another where that person stays.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Document:
 
 
 class Hop(NamedTuple):
-    """A question that needs document `first`, which names a person, and `second`, which says where that one is."""
+    """A question that needs document `first`, which names a person, and `second`, which names that person's place."""
 
     question: Question
     first: int
@@ -129,9 +129,12 @@ def _refusal(thing: str, draw: _Draw) -> Fact:
     """Of three places, the one of which it is not true."""
     verb = draw.chance.choice(("tested", "shown", "used"))
     odd, one, other = (next(draw.places) for _ in range(3))
-    told = (f"was {verb} in {one} and {other}, but not in {odd}", f"was not {verb} in {odd}, only in {one} and {other}")
+    phrasings = (
+        f"was {verb} in {one} and {other}, but not in {odd}",
+        f"was not {verb} in {odd}, only in {one} and {other}",
+    )
     question = Question("negation", f"Where was the {thing} not {verb}?", f"It was not {verb} in", odd)
-    return Fact(f"{draw.subject(thing)} {draw.chance.choice(told)}.", question)
+    return Fact(f"{draw.subject(thing)} {draw.chance.choice(phrasings)}.", question)
 
 
 def _keeper(thing: str, person: str) -> Fact:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from benchmarks.report import machine_line
-from benchmarks.retention.samples import Estimate, Tally, difference, estimate, estimates
+from benchmarks.retention.samples import Interval, Tally, difference, estimate, estimates
 from benchmarks.retention.trial import RECEIVER, SENDER, SUMMARISE, Size
 
 HEADS = {
@@ -44,21 +44,21 @@ class Goal(NamedTuple):
     """What must hold: an estimate of at least `limit`, as shares of 1."""
 
     title: str
-    measure: Callable[[Mapping[str, Tally]], Estimate]
+    measure: Callable[[Mapping[str, Tally]], Interval]
     limit: float
 
 
-def _kept(row: str) -> Callable[[Mapping[str, Tally]], Estimate]:
+def _kept(row: str) -> Callable[[Mapping[str, Tally]], Interval]:
     return lambda tallies: estimate(tallies[row], "kept")
 
 
-def _won(row: str) -> Callable[[Mapping[str, Tally]], Estimate]:
+def _won(row: str) -> Callable[[Mapping[str, Tally]], Interval]:
     return lambda tallies: difference(tallies["append"], tallies[row], lambda sample: sample.exact)
 
 
 GOALS = (
     Goal("append keeps", _kept("append"), 0.97),
-    Goal("one block moved behind another system prompt keeps, without repair", _kept("compose"), 0.97),
+    Goal("one block moved after another system prompt keeps, without repair", _kept("compose"), 0.97),
     Goal("a merge of three keeps, without repair", _kept("merge-3"), 0.9),
     Goal("a merge of three keeps, 15 % repaired (boundary)", _kept("merge-3-15%"), 0.94),
     Goal("a merge of three keeps, 15 % repaired (deviation)", _kept("merge-3-15%-deviation"), 0.94),
@@ -111,7 +111,7 @@ def kind_lines(outcome: Outcome) -> list[list[str]]:
     return lines
 
 
-def _cell(column: str, shown: Estimate) -> str:
+def _cell(column: str, shown: Interval) -> str:
     value, low, high = (_number(column, each) for each in shown)
     return f"{value} ({low} to {high})" if low != value or high != value else value
 
@@ -160,7 +160,8 @@ def _section(outcome: Outcome) -> str:
             f"## {facts['model']}",
             "",
             f"{machine_line(facts)}; load at the start {facts['load_at_start']}. {size.docs} documents, "
-            f"{size.summaries} of them summarised. Layers: the most important ones (`langgraph_latent.evaluation.importance`).",
+            f"{size.summaries} of them summarised. Layers: the most important ones "
+            "(`langgraph_latent.evaluation.importance`).",
             "",
             *_markdown_table(["", "measured", "goal", ""], goal_lines(outcome)),
             "",
@@ -215,7 +216,7 @@ _READING = f"""How to read the tables:
 * *KL*: from the distributions with the full text to this row's, per token of the answer. Full text is the very same
   tokens read in one go, from the first one.
 * *Kept*: 1 - KL / KL without context, both sums over the same questions. 100 % answers as with the full text, 0 % as
-  one who was told nothing. Rows of other tokens (no context, summaries) are compared at the answer's tokens. It is
+  one who read nothing. Rows of other tokens (no context, summaries) are compared at the answer's tokens. It is
   lenient: one who knows a document well, but not which of three a question is about, keeps most of it. Look at exact
   match too.
 * *Entropy*: of this row's distributions minus of those with the full text: above 0 is less sure.
@@ -223,7 +224,7 @@ _READING = f"""How to read the tables:
   of the prompt. Caches: looking up, moving, repairing. *Bytes*: of the text, or of the keys and values taken over.
 * *n*: questions / hand-overs. Rows that are exact by construction, and summaries, which are slow, are asked about fewer
   documents; so are variants. In brackets: 95 %, by bootstrap over whole documents (over cases, for several documents).
-* Merges are asked about each of their documents, and two-hop questions: one document says who keeps a key, another
+* Merges are asked about each of their documents, and two-hop questions: one document names who keeps a key, another
   where that person stays.
 
 Prompts:

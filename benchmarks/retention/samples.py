@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from langgraph_latent.evaluation.metrics import entropy, kl
+from langgraph_latent.evaluation.metrics import Score, entropy, kl
 
 NUM_DRAWS = 2000
 
@@ -46,7 +46,7 @@ class Cost(NamedTuple):
     num_bytes: float
 
 
-class Estimate(NamedTuple):
+class Interval(NamedTuple):
     """A value and its 95 % interval."""
 
     value: float
@@ -72,13 +72,13 @@ def answered(
     none: torch.Tensor,
 ) -> Sample:
     """A question's sample from log-probabilities, (answer tokens, vocab): of this row, of full text, of no context."""
-    at = torch.tensor(answer, device=logs.device)
+    score = Score.of(logs, answer)
     return Sample(
         unit,
         kind,
         question,
-        exact=float(bool((logs.argmax(-1) == at).all())),
-        log_prob=logs.gather(1, at[:, None]).mean().item(),
+        exact=float(score.exact_match),
+        log_prob=score.likelihood,
         kl=divergence(full, logs),
         kl_without=divergence(full, none),
         entropy=float((entropy(logs) - entropy(full)).mean()),
@@ -93,12 +93,12 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
 COLUMNS = ("exact", "log_prob", "kl", "kept", "entropy", "seconds", "num_bytes")
 
 
-def estimates(tally: Tally) -> dict[str, Estimate]:
+def estimates(tally: Tally) -> dict[str, Interval]:
     """Every column of a row."""
     return {name: estimate(tally, name) for name in COLUMNS}
 
 
-def estimate(tally: Tally, column: str) -> Estimate:
+def estimate(tally: Tally, column: str) -> Interval:
     """A column: the mean over its questions or hand-overs; "kept" is 1 - (sum of `kl`) / (sum of `kl_without`)."""
     if column in Cost._fields:
         return ratio((cost.unit, getattr(cost, column), 1.0) for cost in tally.costs)
@@ -107,7 +107,7 @@ def estimate(tally: Tally, column: str) -> Estimate:
     return ratio((each.unit, getattr(each, column), 1.0) for each in tally.samples)
 
 
-def difference(one: Tally, other: Tally, value: Callable[[Sample], float]) -> Estimate:
+def difference(one: Tally, other: Tally, value: Callable[[Sample], float]) -> Interval:
     """By how much one row's value is above the other's on the questions of both."""
     known = {(each.unit, each.question): value(each) for each in other.samples}
     pairs = [(each.unit, value(each) - known[each.unit, each.question]) for each in one.samples if _key(each) in known]
@@ -118,7 +118,7 @@ def _key(sample: Sample) -> tuple[str, str]:
     return sample.unit, sample.question
 
 
-def ratio(parts: Iterable[tuple[str, float, float]]) -> Estimate:
+def ratio(parts: Iterable[tuple[str, float, float]]) -> Interval:
     """A ratio of sums over (unit, over, under), with an interval from draws of whole units, with replacement."""
     sums: dict[str, list[float]] = {}
     for unit, over, under in parts:
@@ -129,7 +129,7 @@ def ratio(parts: Iterable[tuple[str, float, float]]) -> Estimate:
     value = _divided(table.sum(0)[None])[0].item()
     draws = torch.randint(len(table), (NUM_DRAWS, len(table)), generator=torch.Generator().manual_seed(0))
     low, high = _divided(table[draws].sum(1)).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Estimate(value, low, high)
+    return Interval(value, low, high)
 
 
 def _divided(sums: torch.Tensor) -> torch.Tensor:

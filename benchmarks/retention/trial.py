@@ -12,24 +12,25 @@ import torch
 from benchmarks.bench import user
 from benchmarks.harness import Mismatch, Ticker
 from benchmarks.retention.facts import NUM_DOCUMENTS, Case, Document, Question, cases, rotated
-from benchmarks.retention.samples import Cost, Tally, answered
-from benchmarks.retention.ways import (
+from benchmarks.retention.rows import (
     MERGED,
     SUMMARY_TOKENS,
+    CacheRow,
     Scope,
     Sent,
-    Way,
     answer_only,
+    rows_of_one,
+    rows_of_several,
     titles,
-    ways_of_one,
-    ways_of_several,
 )
+from benchmarks.retention.samples import Cost, Tally, answered
 from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace, Level
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.engine.scheduler import MAX_BATCH
 from langgraph_latent.evaluation.importance import layer_importance
-from langgraph_latent.handle.handle import Message
-from langgraph_latent.handle.provenance import Block, Composition
+from langgraph_latent.evaluation.receiver import Start, predict, prefilled
+from langgraph_latent.handle.handle import Block, Composition
+from langgraph_latent.handle.message import Message
 from langgraph_latent.handle.tokens import TOKEN_BYTES, unpack_tokens
 from langgraph_latent.kv.state import KVState
 
@@ -55,7 +56,7 @@ class Size:
     groups: int = 30
 
 
-class Told(NamedTuple):
+class Summary(NamedTuple):
     """A summary: its text, the handle of the sender's reply, and its share of the batch's seconds."""
 
     text: str
@@ -92,7 +93,7 @@ class Trial:
         self.scores = layer_importance(self.chat)
         self.titles = titles(self.scores)
         self.tallies |= {name: Tally() for name in self.titles}
-        self._ways_of_one = ways_of_one(self.scores)
+        self._rows_of_one = rows_of_one(self.scores)
         self._none = self.chat.read([_system(RECEIVER)])
         self._none_state = self.workspace.state_of(self._none, self.model)
 
@@ -110,7 +111,7 @@ class Trial:
                 begin = number * NUM_DOCUMENTS
                 sent = [self._sent(document) for document in case.documents]
                 for index in range(begin, min(begin + NUM_DOCUMENTS, len(documents))):
-                    self._one(index, documents[index], sent[index - begin], summaries.get(index))
+                    self._one(index, documents[index], sent[index - begin], summaries.get(index, {}))
                     self.ticker.step()
                 if number < groups:
                     self._several(number, case, sent)
@@ -126,12 +127,12 @@ class Trial:
         with self.workspace.scope():
             sent = [self._sent(document)]
             self._reread(sent[0].alike)
-            for way in self._ways_of_one.values():
-                self.workspace.state_of(way.make(self.chat, sent, RECEIVER), self.model)
+            for row in self._rows_of_one.values():
+                self.workspace.state_of(row.make(self.chat, sent, RECEIVER), self.model)
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
-    def _one(self, index: int, document: Document, sent: Sent, told: Mapping[int, Told] | None) -> None:
+    def _one(self, index: int, document: Document, sent: Sent, summaries: Mapping[int, Summary]) -> None:
         """The rows of one document."""
         unit = f"document {index}"
         questions = rotated(document.questions, self.size.questions, index)
@@ -139,11 +140,11 @@ class Trial:
         for each in asked:
             self._note("none", unit, each, each.none)
         self.tallies["none"].costs.append(Cost(unit, 0.0, 0.0))
-        for num_tokens, summary in (told or {}).items():
+        for num_tokens, summary in summaries.items():
             self._summary(num_tokens, unit, summary, asked)
-        for name, way in self._ways_of_one.items():
-            if self._is_within(way.scope, index):
-                self._way(name, way, unit, [sent], asked)
+        for name, row in self._rows_of_one.items():
+            if self._is_within(row.scope, index):
+                self._cache_row(name, row, unit, [sent], asked)
 
     def _several(self, number: int, case: Case, sent: Sequence[Sent]) -> None:
         """The rows of the first two, three and five documents of a case."""
@@ -155,16 +156,16 @@ class Trial:
             merged = self.chat.compose([each.alike for each in sent[:count]])
             texts = "\n".join(document.text for document in case.documents[:count])
             asked = self._full(f"full-{count}", unit, merged, texts, questions)
-            for name, way in ways_of_several(count).items():
-                if self._is_within(way.scope, number * NUM_DOCUMENTS):
-                    self._way(name, way, unit, sent[:count], asked)
+            for name, row in rows_of_several(count).items():
+                if self._is_within(row.scope, number * NUM_DOCUMENTS):
+                    self._cache_row(name, row, unit, sent[:count], asked)
 
     def _is_within(self, scope: Scope, index: int) -> bool:
         """Whether a row of this scope is measured on a document."""
         return scope is Scope.ALL or (index % 2 == 0 if scope is Scope.HALF else index < self.size.summaries)
 
     def _full(self, name: str, unit: str, handle: KVHandle, text: str, questions: Sequence[Question]) -> list[Asked]:
-        """The row of full text: a handle's own tokens, read anew in one go. What every other row is compared with."""
+        """The row of full text: a handle's own tokens, re-read in one go. What every other row is compared with."""
         state, seconds = self._reread(handle)
         asked = []
         for question in questions:
@@ -174,9 +175,9 @@ class Trial:
         self.tallies[name].costs.append(Cost(unit, seconds, len(text.encode())))
         return asked
 
-    def _way(self, name: str, way: Way, unit: str, sent: Sequence[Sent], asked: Sequence[Asked]) -> None:
+    def _cache_row(self, name: str, row: CacheRow, unit: str, sent: Sequence[Sent], asked: Sequence[Asked]) -> None:
         """A row whose cache holds the tokens of the full text."""
-        handle = way.make(self.chat, sent, RECEIVER)
+        handle = row.make(self.chat, sent, RECEIVER)
         self._hand_over(name, unit, handle, handle, asked)
 
     def _hand_over(
@@ -191,26 +192,26 @@ class Trial:
         if handle.num_composed:
             self.workspace.evict(handle)
 
-    def _summary(self, num_tokens: int, unit: str, told: Told, asked: Sequence[Asked]) -> None:
+    def _summary(self, num_tokens: int, unit: str, summary: Summary, asked: Sequence[Asked]) -> None:
         """The sender's summary, as text and as its cache alone."""
-        name, text = f"summary-{num_tokens}", f"Report of a colleague: {told.text}"
+        name, text = f"summary-{num_tokens}", f"Report of a colleague: {summary.text}"
         handle = self.chat.read([_system(RECEIVER), user(text)])
         state, seconds = self._reread(handle)
         self._ask_all(name, unit, state, handle, asked)
-        self.tallies[name].costs.append(Cost(unit, told.seconds + seconds, len(told.text.encode())))
-        self.workspace.state_of(told.reply, self.model)  # the sender has it
-        tail = answer_only(self.chat, told.reply, RECEIVER)
-        self._hand_over(f"tail-{num_tokens}", unit, tail, told.reply, asked, told.seconds)
+        self.tallies[name].costs.append(Cost(unit, summary.seconds + seconds, len(summary.text.encode())))
+        self.workspace.state_of(summary.reply, self.model)  # the sender has it
+        tail = answer_only(self.chat, summary.reply, RECEIVER)
+        self._hand_over(f"tail-{num_tokens}", unit, tail, summary.reply, asked, summary.seconds)
 
-    def _summaries(self, documents: Sequence[Document]) -> dict[int, dict[int, Told]]:
+    def _summaries(self, documents: Sequence[Document]) -> dict[int, dict[int, Summary]]:
         """Summaries of documents by index and number of tokens; as many as share a model call are decoded together."""
-        found: dict[int, dict[int, Told]] = {index: {} for index in range(len(documents))}
+        found: dict[int, dict[int, Summary]] = {index: {} for index in range(len(documents))}
         for begin in range(0, len(documents), MAX_BATCH):
             with self.workspace.scope():
                 self._summarise(begin, documents[begin : begin + MAX_BATCH], found)
         return found
 
-    def _summarise(self, first: int, documents: Sequence[Document], found: dict[int, dict[int, Told]]) -> None:
+    def _summarise(self, first: int, documents: Sequence[Document], found: dict[int, dict[int, Summary]]) -> None:
         read = [[_system(SENDER), user(document.text)] for document in documents]
         for messages in read:
             self.chat.read(messages)
@@ -219,17 +220,15 @@ class Trial:
             replies = self.chat.batch([[*messages, user(SUMMARISE)] for messages in read], max_tokens=num_tokens)
             seconds = (time.perf_counter() - begin) / len(documents)
             for index, reply in enumerate(replies, first):
-                found[index][num_tokens] = Told(reply.text, self.workspace.handle(reply), seconds)
+                found[index][num_tokens] = Summary(reply.text, self.workspace.handle(reply), seconds)
             self.ticker.step()
 
     # -- states and answers ---------------------------------------------------------------------------------------
 
     def _reread(self, handle: KVHandle) -> tuple[KVState, float]:
-        """A handle's tokens prefilled from the first one, and the seconds it took."""
+        """A handle's tokens, re-read from the first one, and the seconds it took."""
         begin = time.perf_counter()
-        with self.model.empty_state().append(handle.num_tokens) as tail:
-            self.model.prefill(unpack_tokens(handle.tokens), tail)
-            state = tail.seal()
+        state = prefilled(self.model, unpack_tokens(handle.tokens))
         return state, time.perf_counter() - begin
 
     def _ask_all(self, name: str, unit: str, state: KVState, handle: KVHandle, asked: Sequence[Asked]) -> None:
@@ -243,18 +242,16 @@ class Trial:
         self.tallies[name].samples.append(sample)
 
     def _ask(self, state: KVState, handle: KVHandle, question: Question) -> torch.Tensor:
-        """Log-probabilities at each token of the answer, behind those before it, (answer tokens, vocab).
+        """Log-probabilities at each token of the answer, given those before it, (answer tokens, vocab).
 
-        The question is put as it is behind `handle`, whose end is that of the state.
+        The question is put as it is after `handle`, which ends as the state does.
         """
         prompt = self.model.prompts.extend(handle, [user(question.text)], reply=True)
         if prompt.num_inherited != handle.num_tokens:
             raise Mismatch(f"the template rewrites what is handed over: {handle!r}, {question.text!r}")
         lead, answer = self._answer(question)
-        behind = unpack_tokens(prompt.tokens[handle.num_tokens * TOKEN_BYTES :])
-        with state.append() as tail:
-            logits = self.model.logits([*behind, *lead, *answer[:-1]], tail)
-        return logits[-len(answer) :].float().log_softmax(-1)
+        asked = unpack_tokens(prompt.tokens[handle.num_tokens * TOKEN_BYTES :])
+        return predict(self.model, Start(state, [*asked, *lead]), answer)
 
     def _answer(self, question: Question) -> tuple[list[int], list[int]]:
         """The tokens of the answer's beginning, which is given, and of the rest, which is asked."""

@@ -6,6 +6,7 @@ from benchmarks.cli import Row
 from benchmarks.rows import (
     chain,
     decode,
+    detokenize,
     equal_chain,
     export,
     first_token,
@@ -22,6 +23,7 @@ ROWS: dict[str, Row] = {
     "chain": chain.run,
     "equal-chain": equal_chain.run,
     "decode": decode.run,
+    "detokenize": detokenize.run,
     "bytes": shared_bytes.run,
     "export": export.run,
     "merge": merge.run,

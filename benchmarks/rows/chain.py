@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks.bench import QUESTIONS, Bench, assistant, user
 from benchmarks.harness import Result, Side, at_most, interleave, ratio
-from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.message import Message
 
 GOALS = {2: at_most(0.40), 3: at_most(0.30), 4: at_most(0.25)}
 CONTEXT = 1024
@@ -64,16 +64,16 @@ def _text(bench: Bench, shorter: dict[int, list[float]], number: int) -> float:
     A shorter chain is the same up to its last agent, whose time there is the time to its token number `ANSWERED`.
     """
     written, answered = bench.settings.written(WRITTEN), bench.settings.written(ANSWERED)
-    told: list[Message] = _context(bench, number)
+    conversation: list[Message] = _context(bench, number)
     spent = 0.0
     with bench.workspace.scope():
         for agent, question in enumerate(QUESTIONS, start=1):
-            told = [*told, user(question)]
-            answer = bench.answer(bench.text, told, answered if agent == len(QUESTIONS) else written)
+            conversation = [*conversation, user(question)]
+            answer = bench.answer(bench.text, conversation, answered if agent == len(QUESTIONS) else written)
             if agent in shorter:
                 shorter[agent].append(spent + answer.marks[answered - 1])
             spent += answer.seconds
-            told = [*told, assistant(answer.text)]
+            conversation = [*conversation, assistant(answer.text)]
     return spent
 
 

@@ -15,11 +15,11 @@ from langgraph_latent.kv.state import KVState
 GOALS = {256: at_least(1.0), 1024: at_least(1.05, aim=1.1), 4096: at_least(1.1, aim=1.2)}
 WRITTEN = 32
 NO_COPY = at_most(0.25)
-"""DiskCache that decoding takes over the cache's own bytes; a second copy of the cache would be 1."""
+"""Memory that decoding takes over the cache's own bytes; a second copy of the cache would be 1."""
 
 
-class Case:
-    """One prompt's state, held for both sides as a sender holds what it handed over; a side decodes behind it."""
+class PromptState:
+    """One prompt's state, held for both sides as a sender holds what it handed over; a side decodes after it."""
 
     def __init__(self, bench: Bench, length: int) -> None:
         self._bench = bench
@@ -74,7 +74,7 @@ def run(bench: Bench) -> Result:
     bench.ticker.expect(len(lengths))
     cases = {}
     for length in lengths:
-        cases[length] = Case(bench, length)
+        cases[length] = PromptState(bench, length)
         bench.ticker.step()
     sides: dict[str, Side] = {
         f"{length} {name}": partial(case.run, name) for length, case in cases.items() for name in ("ours", "stock")

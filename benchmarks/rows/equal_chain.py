@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks.bench import QUESTIONS, Answer, Bench, assistant, user
 from benchmarks.harness import Result, Side, at_most, interleave, ratio
-from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.message import Message
 
 CONTEXT = 1024
 WRITTEN = 16
@@ -42,12 +42,12 @@ def _latent(bench: Bench, number: int) -> list[Answer]:
 
 
 def _text(bench: Bench, number: int) -> list[Answer]:
-    told, answers = _context(bench, number), []
+    conversation, answers = _context(bench, number), []
     with bench.workspace.scope():
         for question in QUESTIONS:
-            told = [*told, user(question)]
-            answer = bench.answer(bench.text, told, bench.settings.written(WRITTEN))
-            told = [*told, assistant(answer.text)]
+            conversation = [*conversation, user(question)]
+            answer = bench.answer(bench.text, conversation, bench.settings.written(WRITTEN))
+            conversation = [*conversation, assistant(answer.text)]
             answers.append(answer)
     return answers
 

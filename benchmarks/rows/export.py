@@ -32,7 +32,7 @@ def run(bench: Bench) -> Result:
         name: [] for name in ("to bytes", "from bytes", "to file", "from file", "SHA-256 and finiteness alone")
     }
     with bench.workspace.scope(), tempfile.TemporaryDirectory() as folder:
-        bench.workspace.keep(handle, state, bench.model, CallSite())
+        bench.workspace.services.keeper.keep(handle, state, bench.model.spec.dtype, CallSite())
 
         def ours(number: int) -> float:
             return _round_trip(bench, handle, Path(folder) / "cache", parts)
@@ -77,7 +77,7 @@ def _round_trip(bench: Bench, handle: KVHandle, path: Path, parts: dict[str, lis
 
 
 def _stock_trip(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """What one would write without this library: no recipe, no identity, no checks."""
+    """What one would write without this library: no handle, no identity, no checks."""
     compact = [(keys.contiguous(), values.contiguous()) for keys, values in layers]
     begin = time.perf_counter()
     buffer = io.BytesIO()

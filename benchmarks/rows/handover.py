@@ -29,7 +29,7 @@ GOAL = at_most(100e-6, aim=50e-6)
 FLAT = at_most(1.5)
 
 
-class Case:
+class FinishedState:
     """A sender's finished state of about `num_tokens` tokens, and the ways to hand it over. Each returns seconds."""
 
     def __init__(self, bench: Bench, num_tokens: int) -> None:
@@ -72,16 +72,19 @@ class Case:
         return seconds
 
     def delivered(self) -> float:
-        """The whole way through a workspace: recipe, pool, events, routing, chat template and tokenizer.
+        """The whole way through a workspace: handle, pool, events, routing, chat template and tokenizer.
 
         Only where the model's longest sequence leaves room for the question.
         """
         workspace, model = self._bench.workspace, self._bench.model
+        services = workspace.services
         handle = self._root.extend("prompt", "reader", self._tokens, self._messages, 1)
         with workspace.scope():
             begin = time.perf_counter()
-            workspace.keep(handle, self._state, model, CallSite())
-            delivery = workspace.deliverer.deliver(model, Request(self._question, PLAIN, [handle], True, True, CallSite()))
+            services.keeper.keep(handle, self._state, model.spec.dtype, CallSite())
+            delivery = services.deliverer.deliver(
+                model, Request(self._question, PLAIN, [handle], True, True, CallSite())
+            )
             with delivery.state.append(len(delivery.tokens) // TOKEN_BYTES) as tail:
                 seconds = time.perf_counter() - begin
                 assert tail.num_tokens == self.num_tokens, "the receiver gets all of it"
@@ -99,18 +102,18 @@ class Case:
 def run(bench: Bench) -> Result:
     """All lengths and ways in turn; a round's number is the median of its repeats."""
     result = Result("hand-over in process, until the model can run")
-    cases = {length: Case(bench, length) for length in LENGTHS}
+    states = {length: FinishedState(bench, length) for length in LENGTHS}
     sides: dict[str, Side] = {}
-    for length, case in cases.items():
-        ways = {"ours": case.ours, "ours, all read by the sender": case.whole, "stock fork": case.forked}
-        if bench.fits(case.num_tokens + bench.settings.context(64)):
-            ways["ours, with template and tokenizer"] = case.delivered
+    for length, state in states.items():
+        ways = {"ours": state.ours, "ours, all read by the sender": state.whole, "stock fork": state.forked}
+        if bench.fits(state.num_tokens + bench.settings.context(64)):
+            ways["ours, with template and tokenizer"] = state.delivered
         for name, way in ways.items():
             key = f"{length} {name}"
             sides[key] = partial(_repeated, way, result.samples.setdefault(f"{key}, every repeat", []))
-        sides[f"{length} stock deepcopy"] = partial(_once, case.copied)
+        sides[f"{length} stock deepcopy"] = partial(_once, state.copied)
     result.samples.update(interleave(bench.settings.rounds, sides, bench.ticker))
-    result.notes["tokens"] = {str(length): case.num_tokens for length, case in cases.items()}
+    result.notes["tokens"] = {str(length): state.num_tokens for length, state in states.items()}
     _add_figures(result)
     return result
 

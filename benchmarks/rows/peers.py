@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.bench import QUESTIONS, Bench, assistant, user
 from benchmarks.harness import Result, Side, interleave, ratio
-from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.message import Message
 
 CONTEXTS = (1024, 2048)
 LATENT_STEPS = 20
@@ -94,9 +94,9 @@ def _latentmesh(bench: Bench) -> Hand:
     def hand(context: list[Message], question: Message) -> float:
         llm.global_cache = GlobalPrefixCache(MemoryKVStore())
         note = llm.generate(context, max_new_tokens=1, temperature=0)
-        told = [*context, assistant(note.text), question]
+        conversation = [*context, assistant(note.text), question]
         begin = time.perf_counter()
-        llm.generate(told, max_new_tokens=1, temperature=0)
+        llm.generate(conversation, max_new_tokens=1, temperature=0)
         return time.perf_counter() - begin
 
     return hand

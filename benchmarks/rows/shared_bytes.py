@@ -45,7 +45,7 @@ def run(bench: Bench) -> Result:
 
 
 def _chain(bench: Bench, chat: ChatLatent, workspace: LatentWorkspace) -> list[KVHandle]:
-    """One agent reads the context, three more answer, each behind the one before."""
+    """One agent reads the context, three more answer, each after the one before."""
     handles = [chat.read([*bench.context(bench.settings.context(CONTEXT), seed=6_000_000), user(QUESTIONS[0])])]
     for question in QUESTIONS[1:]:
         reply = chat.invoke([user(question)], inherit=handles[-1], max_tokens=bench.settings.written(WRITTEN))

@@ -24,8 +24,8 @@ def run(bench: Bench) -> Result:
         with bench.workspace.scope():
             handle = bench.chat.read(context)
             note = bench.answer(bench.chat, [order], bench.settings.written(WRITTEN), handle)
-            told = [*context, order, assistant(note.text), question]
-            return note.seconds + bench.first_token(bench.text, told).seconds
+            conversation = [*context, order, assistant(note.text), question]
+            return note.seconds + bench.first_token(bench.text, conversation).seconds
 
     result.samples = interleave(bench.settings.slow_rounds, {"latent": latent, "text": text}, bench.ticker)
     times = ratio(f"{CONTEXT:,} tokens", result.samples["text"], result.samples["latent"], at_least(60))

@@ -35,8 +35,8 @@ class State(TypedDict):
     texts: Annotated[Texts, lambda old, new: {**old, **new}]
 
 
-Way = Callable[[Any, list[BaseMessage], int, int], Texts]
-"""Answers the first so many questions behind a context, so many at a time."""
+Runner = Callable[[Any, list[BaseMessage], int, int], Texts]
+"""Answers the first so many questions after a context, so many at a time."""
 
 
 def fan_out(model: Any, context: list[BaseMessage], num_branches: int, at_a_time: int) -> Texts:
@@ -61,7 +61,7 @@ def batch(model: Any, context: list[BaseMessage], num_branches: int, at_a_time: 
     return {question: reply.text for question, reply in zip(questions, replies, strict=True)}
 
 
-WAYS: dict[str, Way] = {"fan-out": fan_out, "batch": batch}
+RUNNERS: dict[str, Runner] = {"fan-out": fan_out, "batch": batch}
 
 
 def run(bench: Bench) -> Result:
@@ -69,22 +69,22 @@ def run(bench: Bench) -> Result:
     result = Result(f"branches on one context, {WRITTEN} tokens each, at the same time against one after another")
     texts: dict[tuple[int, int], Texts] = {}
 
-    def side(way: Way, context: int, num_branches: int, at_a_time: int, number: int) -> float:
-        seconds, told = _run(bench, way, context, num_branches, at_a_time)
-        if texts.setdefault((context, num_branches), told) != told:
+    def side(runner: Runner, context: int, num_branches: int, at_a_time: int, number: int) -> float:
+        seconds, found = _run(bench, runner, context, num_branches, at_a_time)
+        if texts.setdefault((context, num_branches), found) != found:
             raise Mismatch(f"branches: {num_branches} on {context} tokens, {at_a_time} at a time, give other texts")
         return seconds
 
     sides: dict[str, Side] = {}
     cases = [(context, num_branches) for context in CONTEXTS for num_branches in (4, 8)]
     for context, num_branches in cases:
-        for name, way in WAYS.items():
+        for name, runner in RUNNERS.items():
             for order, at_a_time in (("together", num_branches), ("in turn", 1)):
                 key = f"{context} {num_branches} {name} {order}"
-                sides[key] = partial(side, way, context, num_branches, at_a_time)
+                sides[key] = partial(side, runner, context, num_branches, at_a_time)
     result.samples = interleave(bench.settings.slow_rounds, sides, bench.ticker)
     for context, num_branches in cases:
-        for name in WAYS:
+        for name in RUNNERS:
             together, in_turn = (
                 result.samples[f"{context} {num_branches} {name} {order}"] for order in ("together", "in turn")
             )
@@ -94,7 +94,7 @@ def run(bench: Bench) -> Result:
     return result
 
 
-def _run(bench: Bench, way: Way, context: int, num_branches: int, at_a_time: int) -> tuple[float, Texts]:
+def _run(bench: Bench, runner: Runner, context: int, num_branches: int, at_a_time: int) -> tuple[float, Texts]:
     """Seconds and texts of the branches; all decode equally many tokens."""
     read = bench.context(bench.settings.context(context), seed=10_000_000 + context)
     with LatentWorkspace() as workspace:
@@ -102,7 +102,7 @@ def _run(bench: Bench, way: Way, context: int, num_branches: int, at_a_time: int
         chat.read(read)
         model = _Endless(chat, NoEnd(sorted(bench.model.end_tokens)))
         begin = time.perf_counter()
-        texts = way(model, convert_to_messages(read), num_branches, at_a_time)
+        texts = runner(model, convert_to_messages(read), num_branches, at_a_time)
         seconds = time.perf_counter() - begin
         workspace.check_integrity()
     return seconds, texts

@@ -6,7 +6,7 @@ from functools import partial
 
 from benchmarks.bench import QUESTIONS, Bench, assistant, user
 from benchmarks.harness import Result, Side, at_least, interleave, ratio
-from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.message import Message
 
 HISTORY = 1024
 ANSWERED = 8
@@ -15,7 +15,7 @@ GOAL = at_least(10)
 
 
 def run(bench: Bench) -> Result:
-    """Both sides ask behind the same conversation, whose last answer was just given."""
+    """Both sides ask after the same conversation, whose last answer was just given."""
     result = Result("first token of a turn that repeats its conversation as messages, against no reuse")
     chats = {"reuse": bench.chat, "no reuse": bench.text}
     tokens: dict[str, list[int]] = {name: [] for name in chats}
@@ -40,6 +40,6 @@ def run(bench: Bench) -> Result:
 def _asked(bench: Bench, number: int) -> list[Message]:
     """A conversation up to its next question; the turn before was just answered."""
     history = bench.conversation(bench.settings.context(HISTORY), seed=11_000_000 + number)
-    told = [*history, user(QUESTIONS[0])]
-    answer = bench.answer(bench.chat, told, ANSWERED)
-    return [*told, assistant(answer.text), user(QUESTIONS[1])]
+    conversation = [*history, user(QUESTIONS[0])]
+    answer = bench.answer(bench.chat, conversation, ANSWERED)
+    return [*conversation, assistant(answer.text), user(QUESTIONS[1])]

@@ -1,6 +1,6 @@
 """Five graphs as people write them, each against a `model` that is any LangChain chat model. It knows LangGraph only.
 
-An agent's order stands behind the history that all share, as the last human message: `ChatHuggingFace` asks for one
+An agent's order stands after the history that all share, as the last human message: `ChatHuggingFace` asks for one
 there, and only what stands in front of it can be reused. `chain-in-front` is the counter-example.
 """
 
@@ -19,11 +19,11 @@ from langgraph.types import Command
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph, and what is said to it turn by turn.
+    """A graph, and what it is asked turn by turn.
 
     Attributes:
         build: the compiled graph of a model.
-        turns: what the user says, one turn after another in one thread; the history comes with the first.
+        turns: the user's words, one turn after another in one thread; the history comes with the first.
         has_goals: whether most of what its agents read was read before.
     """
 
@@ -41,7 +41,7 @@ class State(MessagesState):
 
 
 def agent(model: Any, order: str) -> Callable[[State], dict[str, list[BaseMessage]]]:
-    """A node that answers an order behind the history, and adds both to it."""
+    """A node that answers an order after the history, and adds both to it."""
 
     def node(state: State) -> dict[str, list[BaseMessage]]:
         asked = HumanMessage(order)
@@ -66,7 +66,7 @@ CHAIN = {
 
 
 def chain(model: Any) -> Any:
-    """Three agents, one behind the other, over one history."""
+    """Three agents, one after the other, over one history."""
     builder = StateGraph(State)
     builder.add_sequence([(name, agent(model, order)) for name, order in CHAIN.items()])
     builder.add_edge(START, next(iter(CHAIN)))
@@ -105,11 +105,11 @@ def supervisor(model: Any) -> Any:
         left = [name for name in WORKERS if name not in state["asked"]]
         is_done = len(state["asked"]) == NUM_WORKERS
         order = HumanMessage("Answer the user." if is_done else f"Which worker is next: {', '.join(left)}?")
-        said = model.invoke([*state["messages"], order])
-        update = {"messages": [order, said]}
+        reply = model.invoke([*state["messages"], order])
+        update = {"messages": [order, reply]}
         if is_done:
             return Command(goto=END, update=update)
-        chosen = min(left, key=lambda name: (said.text.lower() + name).index(name))
+        chosen = min(left, key=lambda name: (reply.text.lower() + name).index(name))
         return Command(goto=chosen, update={**update, "asked": [chosen]})
 
     builder = StateGraph(State)
@@ -178,8 +178,8 @@ def tool_loop(model: Any, tools: Sequence[Any], rounds: int) -> Any:
         return sum(isinstance(message, AIMessage) and bool(message.tool_calls) for message in state["messages"])
 
     def act(state: State) -> dict[str, list[BaseMessage]]:
-        told = num_calls(state) < rounds
-        return {"messages": [(forced if told else free).invoke(state["messages"])]}
+        chosen = forced if num_calls(state) < rounds else free
+        return {"messages": [chosen.invoke(state["messages"])]}
 
     def use(state: State) -> dict[str, list[BaseMessage]]:
         return {"messages": [known[call["name"]].invoke(call) for call in state["messages"][-1].tool_calls]}

@@ -16,7 +16,7 @@ from langchain_core.outputs import LLMResult
 from benchmarks.bench import Bench
 from benchmarks.swap_rows.graphs import Graph
 from langgraph_latent import ChatLatent, LatentWorkspace
-from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.message import Message
 
 
 class Call(NamedTuple):
@@ -24,7 +24,7 @@ class Call(NamedTuple):
     reply: AIMessage
 
     @property
-    def told(self) -> tuple[tuple[str, str], ...]:
+    def transcript(self) -> tuple[tuple[str, str], ...]:
         return tuple((message.type, message.text) for message in self.prompt)
 
 
@@ -56,7 +56,7 @@ class Run:
 
 
 def run(graph: Any, turns: Sequence[str], history: Sequence[Message], **config: Any) -> Run:
-    """Say all turns to a compiled graph, the history before the first."""
+    """Send all turns to a compiled graph, the history before the first."""
     notes = Calls()
     settings = {"callbacks": [notes], "configurable": {"thread_id": "1"}, **config}
     before = convert_to_messages(history)
@@ -64,7 +64,7 @@ def run(graph: Any, turns: Sequence[str], history: Sequence[Message], **config: 
     for turn in turns:
         graph.invoke({"messages": [*before, ("human", turn)]}, settings)
         before = []
-    return Run(time.perf_counter() - begin, sorted(notes.done, key=lambda call: call.told))
+    return Run(time.perf_counter() - begin, sorted(notes.done, key=lambda call: call.transcript))
 
 
 class HuggingFace:
@@ -114,7 +114,7 @@ class Latent:
 
 
 def usage(call: Call) -> Any:
-    """What a reply of `ChatLatent` says of its tokens."""
+    """What a reply of `ChatLatent` reports of its tokens."""
     assert call.reply.usage_metadata is not None
     return call.reply.usage_metadata
 

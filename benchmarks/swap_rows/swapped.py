@@ -46,12 +46,12 @@ def _compare(result: Result, runs: dict[str, list[Run]], stock: HuggingFace) -> 
     """Whether both sides were asked and answered the same, and counted a prompt's tokens alike."""
     num_equal = num_calls = num_tokens = num_alike = 0
     for ours, theirs in zip(runs[LATENT], runs[STOCK], strict=True):
-        answers = {call.told: call.reply.text for call in ours.calls}
+        answers = {call.transcript: call.reply.text for call in ours.calls}
         num_calls += len(theirs.calls)
-        num_equal += sum(answers.get(call.told) == call.reply.text for call in theirs.calls)
+        num_equal += sum(answers.get(call.transcript) == call.reply.text for call in theirs.calls)
         num_tokens += len(ours.calls)
         num_alike += sum(usage(call)["input_tokens"] == stock.num_prompt_tokens(call) for call in ours.calls)
-    result.said["answers"] = "equal" if num_equal == num_calls else f"unequal: {num_equal} of {num_calls} are equal"
+    result.remarks["answers"] = "equal" if num_equal == num_calls else f"unequal: {num_equal} of {num_calls} are equal"
     result.notes |= {"calls": num_calls, "equal_answers": num_equal}
     result.checks["both sides write the same texts"] = num_equal == num_calls == num_tokens
     result.checks["both sides make the same tokens of a prompt"] = num_alike == num_tokens

@@ -48,10 +48,10 @@ def run(bench: Bench) -> Result:
         ratio("tokens prefilled", read["reuse"], read["no reuse"], unit="of"),
         ratio("total time", result.samples["reuse"], result.samples["no reuse"], unit="of"),
     ]
-    texts, calls = ([[tell(run) for run in runs[name]] for name in runs] for tell in (_texts, _num_tool_calls))
+    texts, calls = ([[count(run) for run in runs[name]] for name in runs] for count in (_texts, _num_tool_calls))
     result.checks["both sides call and write the same"] = texts[0] == texts[1]
     result.checks["every call that was asked for was made"] = min(calls[0]) >= ROUNDS
-    result.said["ChatHuggingFace"] = _what_stock_does(bench)
+    result.remarks["ChatHuggingFace"] = _what_stock_does(bench)
     return result
 
 
@@ -71,8 +71,8 @@ def _what_stock_does(bench: Bench) -> str:
     calls = stock.run(GRAPH, bench.conversation(bench.settings.context(HISTORY), seed=9_000_000)).calls
     if any(call.reply.tool_calls for call in calls):
         return "calls the tool"
-    told = [stock.chat._to_chat_prompt(call.prompt) for call in calls]
-    shown = "the prompt shows no tool" if not any(look_up.name in text for text in told) else "the tool is shown"
+    prompts = [stock.chat._to_chat_prompt(call.prompt) for call in calls]
+    shown = "the prompt shows no tool" if not any(look_up.name in text for text in prompts) else "the tool is shown"
     answer = look_up.invoke({"name": look_up.name, "args": {"topic": "logs"}, "id": "1", "type": "tool_call"})
     try:
         stock.chat.invoke([HumanMessage("Look it up."), answer, HumanMessage("Go on.")])

@@ -24,7 +24,7 @@ ROUTER = "Which team should handle the follow-up?"
 
 
 class TextState(TypedDict, total=False):
-    """What the agents hand on is everything said so far."""
+    """What the agents hand on is the whole conversation so far."""
 
     report: str
     messages: Annotated[list[AnyMessage], add_messages]

@@ -1,6 +1,6 @@
 """Runs the demo's two graphs, one after the other, and reads what they cost off the tracer's events.
 
-It knows graphs and events; not the terminal: a `Watcher` is told what happens while it happens.
+It knows graphs and events; not the terminal: a `Watcher` is notified of what happens while it happens.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _run(
 
 
 def _watch(graph: CompiledStateGraph, name: str, clock: _Clock, watcher: Watcher) -> dict[str, str]:
-    """Run a graph to its end, telling the watcher; the agents' answers."""
+    """Run a graph to its end and notify the watcher; the agents' answers."""
     answers: dict[str, str] = {}
     config: Any = {"configurable": {"thread_id": name}}
     stream = graph.stream({"report": REPORT}, config, stream_mode=["tasks", "messages"])

@@ -1,4 +1,4 @@
-"""What the demo measures, as plain values, and who is told while it runs. No torch, no graphs, no terminal."""
+"""What the demo measures, as plain values, and who is notified while it runs. No torch, no graphs, no terminal."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class DemoStats:
 
 
 class Watcher:
-    """Is told how the demo gets on; this one does not listen."""
+    """Is notified of how the demo gets on; this one ignores it."""
 
     def stage(self, text: str) -> None:
         """Something that takes a while begins."""

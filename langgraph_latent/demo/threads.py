@@ -14,7 +14,7 @@ MARGIN = 0.9  # more threads must be worth it: they are the first to suffer when
 
 
 def fastest_num_threads() -> int:
-    """The number to use; takes about a tenth of a second. What `OMP_NUM_THREADS` says stands unmeasured."""
+    """The number to use; takes about a tenth of a second. `OMP_NUM_THREADS`, where it is set, is taken unmeasured."""
     limit = torch.get_num_threads()
     if "OMP_NUM_THREADS" in os.environ:
         return limit

@@ -18,7 +18,7 @@ REPAIRED = 3
 
 
 class Sent(NamedTuple):
-    """One document as senders hold it: behind the receiver's own system prompt, and behind another one."""
+    """One document as senders hold it: after the receiver's own system prompt, and after another one."""
 
     alike: KVHandle
     other: KVHandle
@@ -32,7 +32,7 @@ class Scope(Enum):
     FEW = "few"
 
 
-class Way(NamedTuple):
+class CacheRow(NamedTuple):
     """A row whose cache holds the tokens of the full text."""
 
     title: str
@@ -41,7 +41,7 @@ class Way(NamedTuple):
 
 
 def _composed(repair: Repair | None = None, layers: tuple[int, ...] | None = None) -> Callable[..., KVHandle]:
-    """A document read behind another system prompt, moved behind the receiver's."""
+    """A document read after another system prompt, moved to after the receiver's."""
     select = None if layers is None else Selection(layers=layers)
 
     def make(chat: ChatLatent, sent: Sequence[Sent], system: str) -> KVHandle:
@@ -51,7 +51,7 @@ def _composed(repair: Repair | None = None, layers: tuple[int, ...] | None = Non
 
 
 def _merged(repair: Repair | None = None) -> Callable[..., KVHandle]:
-    """Documents that were read behind the same system prompt."""
+    """Documents that were read after the same system prompt."""
     return lambda chat, sent, system: chat.compose([each.alike for each in sent], repair=repair)
 
 
@@ -70,35 +70,35 @@ def _scope(repair: Repair) -> Scope:
     return Scope.FEW if repair.ratio == 1 else Scope.ALL if repair == Repair(0.15) else Scope.HALF
 
 
-def ways_of_one(scores: Sequence[float]) -> dict[str, Way]:
+def rows_of_one(scores: Sequence[float]) -> dict[str, CacheRow]:
     """Rows of one document."""
-    ways = {
-        "append": Way("append: behind the same system prompt", lambda chat, sent, system: sent[0].alike),
-        "compose": Way("compose: behind another system prompt", _composed()),
+    rows = {
+        "append": CacheRow("append: after the same system prompt", lambda chat, sent, system: sent[0].alike),
+        "compose": CacheRow("compose: after another system prompt", _composed()),
     }
     for name, (title, repair) in _repairs().items():
-        ways[f"compose-{name}"] = Way(f"compose, {title}", _composed(repair), _scope(repair))
+        rows[f"compose-{name}"] = CacheRow(f"compose, {title}", _composed(repair), _scope(repair))
     for share in LAYER_SHARES:
         layers = best_layers(scores, share)
         title = f"compose, {share * 100:.0f} % of the layers ({len(layers)} of {len(scores)})"
-        ways[f"layers-{share:.0%}"] = Way(title, _composed(layers=layers), Scope.HALF)
-    return ways
+        rows[f"layers-{share:.0%}"] = CacheRow(title, _composed(layers=layers), Scope.HALF)
+    return rows
 
 
-def ways_of_several(num_documents: int) -> dict[str, Way]:
+def rows_of_several(num_documents: int) -> dict[str, CacheRow]:
     """Rows of so many documents."""
     name = f"merge-{num_documents}"
-    ways = {name: Way(f"merge of {num_documents}", _merged())}
+    rows = {name: CacheRow(f"merge of {num_documents}", _merged())}
     if num_documents == REPAIRED:
         for suffix, (title, repair) in _repairs().items():
-            ways[f"{name}-{suffix}"] = Way(
+            rows[f"{name}-{suffix}"] = CacheRow(
                 f"merge of {num_documents}, {title}", _merged(repair), Scope.FEW if repair.ratio == 1 else Scope.ALL
             )
-    return ways
+    return rows
 
 
 def answer_only(chat: ChatLatent, reply: KVHandle, system: str) -> KVHandle:
-    """Only what a sender answered, moved behind the receiver's system prompt."""
+    """Only what a sender answered, moved to after the receiver's system prompt."""
     return chat.compose([reply], system=system, select=Selection(answer_only=True))
 
 
@@ -108,8 +108,8 @@ def titles(scores: Sequence[float]) -> dict[str, str]:
     shown |= {f"summary-{count}": f"text: the sender's summary, {count} tokens" for count in SUMMARY_TOKENS}
     shown |= {f"tail-{count}": f"cache: only that summary, {count} tokens" for count in SUMMARY_TOKENS}
     shown["full"] = "text: all of it"
-    shown |= {name: way.title for name, way in ways_of_one(scores).items()}
+    shown |= {name: row.title for name, row in rows_of_one(scores).items()}
     for count in MERGED:
         shown[f"full-{count}"] = f"text: all of {count} documents"
-        shown |= {name: way.title for name, way in ways_of_several(count).items()}
+        shown |= {name: row.title for name, row in rows_of_several(count).items()}
     return shown
