@@ -104,9 +104,9 @@ def test_missing_peers_are_named_with_the_command_that_adds_them(
 ) -> None:
     monkeypatch.setattr(peers, "missing", lambda: ["avp", "latentmesh"])
     assert list(choose_rows(["bytes"], with_peers=True)) == ["bytes"]
-    said = " ".join(capsys.readouterr().err.split())
-    assert "pip install 'avp==" in said
-    assert "pip install 'latentmesh==" in said
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "pip install 'avp==" in printed
+    assert "pip install 'latentmesh==" in printed
 
 
 def test_an_installed_peer_adds_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +158,8 @@ def test_the_same_graph_reads_less_and_writes_the_same(swapped: dict[str, Any]) 
 @pytest.mark.skipif(not GRAMMAR.is_installed(), reason="needs llguidance")
 def test_the_tool_loop_says_why_it_has_no_other_side(swapped: dict[str, Any]) -> None:
     assert figure(swapped, "tools", "tokens prefilled")["median"] < 0.4
-    said = row(swapped, "tools")["remarks"]["ChatHuggingFace"]
-    assert said.startswith("can't: bind_tools()" if HUGGING_FACE.is_installed() else "not installed")
+    printed = row(swapped, "tools")["remarks"]["ChatHuggingFace"]
+    assert printed.startswith("can't: bind_tools()" if HUGGING_FACE.is_installed() else "not installed")
 
 
 def test_branches_are_measured_as_graph_and_batch(swapped: dict[str, Any]) -> None:
@@ -173,9 +173,9 @@ def test_rows_without_their_package_are_left_out_and_named(
 ) -> None:
     monkeypatch.setattr(Need, "is_installed", lambda need: False)
     assert list(swap.choose_rows(None)) == ["branches", "first-token"]
-    said = " ".join(capsys.readouterr().err.split())
-    assert "langchain-huggingface, which single, chain" in said
-    assert all(f"pip install '{need.requirement}'" in said for need in NEEDS)
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "langchain-huggingface, which single, chain" in printed
+    assert all(f"pip install '{need.requirement}'" in printed for need in NEEDS)
 
 
 def test_a_package_is_looked_for_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,10 +157,10 @@ def test_killed_maker_leaves_nothing_half_made_and_two_at_once_give_one_folder(
     assert [name for name in leftovers(folder) if ".part-" in name], "the victim died before its work began"
 
     makers = [start_maker(package, folder) for _ in range(2)]
-    said = [maker.communicate(timeout=60)[0] for maker in makers]
+    printed = [maker.communicate(timeout=60)[0] for maker in makers]
     assert [maker.returncode for maker in makers] == [0, 0]
-    assert all(f"made {folder}" in text for text in said)
-    assert sum("converting" in text for text in said) == 1
+    assert all(f"made {folder}" in text for text in printed)
+    assert sum("converting" in text for text in printed) == 1
     assert leftovers(folder) == [folder.name]
 
     # What was made is a plain fp32 model with the package's tokenizer and template.

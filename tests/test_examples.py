@@ -48,8 +48,8 @@ def model(tiny_folder: Callable[..., Path]) -> str:
 
 
 def test_sequential_chain_reads_the_report_once(model: str, tmp_path: Path) -> None:
-    said = run("sequential_chain.py", "--model", model, cwd=tmp_path)
-    rows = [(node, int(read), int(reused)) for node, read, reused in re.findall(r"(?m)^(\w+) +(\d+) +(\d+)  ", said)]
+    printed = run("sequential_chain.py", "--model", model, cwd=tmp_path)
+    rows = [(node, int(read), int(reused)) for node, read, reused in re.findall(r"(?m)^(\w+) +(\d+) +(\d+)  ", printed)]
     (reader, analyst, writer) = rows
     assert [row[0] for row in rows] == ["reader", "analyst", "writer"]
     assert reader[1] > 1000
@@ -57,41 +57,44 @@ def test_sequential_chain_reads_the_report_once(model: str, tmp_path: Path) -> N
     assert analyst[2] == reader[1]
     assert writer[2] > analyst[2]
     assert max(analyst[1], writer[1]) < 100
-    assert said.count("cache: same model") == 2
+    assert printed.count("cache: same model") == 2
 
 
 def test_fan_out_fan_in_reads_the_report_once_and_joins_three_handles(model: str, tmp_path: Path) -> None:
-    said = run("fan_out_fan_in.py", "--model", model, cwd=tmp_path)
-    read = {node: (int(new), int(old)) for node, new, old in re.findall(r"(?m)^(\w+) +(\d+) +(\d+)$", said)}
+    printed = run("fan_out_fan_in.py", "--model", model, cwd=tmp_path)
+    read = {node: (int(new), int(old)) for node, new, old in re.findall(r"(?m)^(\w+) +(\d+) +(\d+)$", printed)}
     assert set(read) == {"reader", "causes", "damage", "people", "editor"}
     assert {read[name][1] for name in ("causes", "damage", "people")} == {read["reader"][0]}
     assert read["editor"][1] > read["reader"][0]
-    edges = re.findall(r"(?m)^(\w+) +-> (\w+) +(\w+): ", said)
+    edges = re.findall(r"(?m)^(\w+) +-> (\w+) +(\w+): ", printed)
     assert edges[-3:] == [("causes", "editor", "cache"), ("damage", "editor", "text"), ("people", "editor", "text")]
 
 
 def test_checkpointed_loop_finishes_undisturbed(model: str, tmp_path: Path) -> None:
     """Killed and resumed, it is in test_checkpoints.py."""
-    said = run("checkpointed_loop.py", "--model", model, "--rounds", "2", "--max-tokens", "8", cwd=tmp_path)
-    assert re.findall(r"(?m)^\[(\w+)\]", said) == ["draft", "critic", "draft"]
-    assert "answer: " in said
-    assert "rebuilt" not in said
+    printed = run("checkpointed_loop.py", "--model", model, "--rounds", "2", "--max-tokens", "8", cwd=tmp_path)
+    assert re.findall(r"(?m)^\[(\w+)\]", printed) == ["draft", "critic", "draft"]
+    assert "answer: " in printed
+    assert "rebuilt" not in printed
     assert [path.name for path in tmp_path.iterdir()] == ["checkpointed_loop.sqlite"]
 
 
-def reuse(said: str) -> list[tuple[str, int, int]]:
+def reuse(printed: str) -> list[tuple[str, int, int]]:
     """Of each reply that was printed: whose, tokens of its prompt that were reused, and all of them."""
-    found = re.findall(r"(?m)^(\w+) .*\[(\d+) of (\d+) prompt tokens reused\]$", said)
+    found = re.findall(r"(?m)^(\w+) .*\[(\d+) of (\d+) prompt tokens reused\]$", printed)
     return [(name, int(reused), int(all_tokens)) for name, reused, all_tokens in found]
 
 
 def test_agent_calls_its_tools_and_rereads_nothing(tool_model: Path, tmp_path: Path) -> None:
-    said = run("agent.py", "--model", str(tool_model), cwd=tmp_path)
-    assert re.findall(r"(?m)^agent +(\w+\(.*\))", said) == ["stock_level(item='pallets')", "location(item='pallets')"]
-    assert re.findall(r"(?m)^ +-> (.*)$", said) == ["40", "hall 3"]
-    assert "There are 40 pallets in stock." in said
-    assert "hall 3.   [" in said
-    first, *others = reuse(said)
+    printed = run("agent.py", "--model", str(tool_model), cwd=tmp_path)
+    assert re.findall(r"(?m)^agent +(\w+\(.*\))", printed) == [
+        "stock_level(item='pallets')",
+        "location(item='pallets')",
+    ]
+    assert re.findall(r"(?m)^ +-> (.*)$", printed) == ["40", "hall 3"]
+    assert "There are 40 pallets in stock." in printed
+    assert "hall 3.   [" in printed
+    first, *others = reuse(printed)
     assert first[1] == 0
     assert len(others) == 3
     assert all(all_tokens - reused < 30 for _, reused, all_tokens in others)
@@ -101,8 +104,8 @@ def test_supervisor_and_workers_share_one_model(
     tool_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LANGGRAPH_LATENT_TOOL_MODEL", str(tool_model))
-    said = run("supervisor.py", cwd=tmp_path)
-    assert re.findall(r"(?m)^(\w+) +(.*)   \[", said) == [
+    printed = run("supervisor.py", cwd=tmp_path)
+    assert re.findall(r"(?m)^(\w+) +(.*)   \[", printed) == [
         ("supervisor", "transfer_to_stock()"),
         ("stock", "There are 40 pallets in stock."),
         ("supervisor", "There are 40 pallets in stock."),
@@ -110,29 +113,29 @@ def test_supervisor_and_workers_share_one_model(
         ("trucks", "The next truck to Hamburg leaves at 14:30."),
         ("supervisor", "The next truck to Hamburg leaves at 14:30."),
     ]
-    assert all(reused > all_tokens * 0.8 for _, reused, all_tokens in reuse(said)[1:])
-    assert said.rstrip().endswith("models loaded: 1")
+    assert all(reused > all_tokens * 0.8 for _, reused, all_tokens in reuse(printed)[1:])
+    assert printed.rstrip().endswith("models loaded: 1")
 
 
 def test_swarm_hands_the_conversation_on_and_back(tool_model: Path, tmp_path: Path) -> None:
-    said = run("swarm.py", "--model", str(tool_model), cwd=tmp_path)
-    assert re.findall(r"(?m)^(\w+) +(\w+\(.*\))   \[", said) == [
+    printed = run("swarm.py", "--model", str(tool_model), cwd=tmp_path)
+    assert re.findall(r"(?m)^(\w+) +(\w+\(.*\))   \[", printed) == [
         ("stock", "transfer_to_trucks()"),
         ("trucks", "next_truck(city='Hamburg')"),
         ("trucks", "transfer_to_stock()"),
         ("stock", "stock_level(item='pallets')"),
     ]
-    assert "-> The next truck to Hamburg leaves at 14:30.\n" in said
-    assert "-> There are 40 pallets in stock.\n" in said
-    assert re.findall(r"\((\w+) has the floor\)", said) == ["trucks", "stock"]
-    assert all(reused > all_tokens * 0.7 for _, reused, all_tokens in reuse(said)[2:])
+    assert "-> The next truck to Hamburg leaves at 14:30.\n" in printed
+    assert "-> There are 40 pallets in stock.\n" in printed
+    assert re.findall(r"\((\w+) has the floor\)", printed) == ["trucks", "stock"]
+    assert all(reused > all_tokens * 0.7 for _, reused, all_tokens in reuse(printed)[2:])
 
 
 @pytest.mark.parametrize("name", ["agent.py", "supervisor.py"])
 def test_a_model_without_a_tool_template_gets_through(name: str, model: str, tmp_path: Path) -> None:
     """A random model: nothing it says makes sense, and nothing fails."""
-    said = run(name, "--model", model, cwd=tmp_path)
-    assert said.count("user  ") == 2
+    printed = run(name, "--model", model, cwd=tmp_path)
+    assert printed.count("user  ") == 2
 
 
 def page_blocks() -> list[str]:

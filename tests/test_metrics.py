@@ -46,8 +46,8 @@ TASKS = [
     Task("The red box holds screws.", "What is in it?", "screws", "tasks.jsonl, line 2"),
 ]
 ALTERNATING = (
-    "{% set told = messages %}{% if messages[0].role == 'system' %}{% set told = messages[1:] %}{% endif %}"
-    "{% for message in told %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{% set turns = messages %}{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}{% endif %}"
+    "{% for message in turns %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -98,7 +98,7 @@ def test_score_is_the_answers_own_and_matches_only_where_each_token_leads() -> N
 
 
 @pytest.mark.parametrize(
-    ("said", "answer", "value"),
+    ("decoded", "answer", "value"),
     [
         ("police kill the gunman", "police killed the gunman", 3 / 4),  # both from Lin 2004, section 3.1
         ("the gunman kill police", "police killed the gunman", 2 / 4),
@@ -109,9 +109,9 @@ def test_score_is_the_answers_own_and_matches_only_where_each_token_leads() -> N
         ("...", "!", 1.0),
     ],
 )
-def test_rouge_l_by_hand(said: str, answer: str, value: float) -> None:
-    assert rouge_l(said, answer) == pytest.approx(value)
-    assert rouge_l(answer, said) == pytest.approx(value)
+def test_rouge_l_by_hand(decoded: str, answer: str, value: float) -> None:
+    assert rouge_l(decoded, answer) == pytest.approx(value)
+    assert rouge_l(answer, decoded) == pytest.approx(value)
 
 
 def test_texts_match_but_for_case_punctuation_articles_and_spaces() -> None:
@@ -180,11 +180,11 @@ def test_what_argmax_decodes_is_an_exact_match_and_what_follows_from_invoke(tiny
     num_found = 0
     for question in ("Who?", "What?", "When?", "Where is it?", "Why?"):
         handle = tiny_chat.read([HumanMessage(CONTEXT)])
-        said = decode(tiny_chat, handle, question, 3)
-        assert said == tiny_chat.invoke(question, inherit=handle, max_tokens=3).content
-        if said and len(tiny_chat.get_token_ids(said)) == 3 and "\N{REPLACEMENT CHARACTER}" not in said:
+        decoded = decode(tiny_chat, handle, question, 3)
+        assert decoded == tiny_chat.invoke(question, inherit=handle, max_tokens=3).content
+        if decoded and len(tiny_chat.get_token_ids(decoded)) == 3 and "\N{REPLACEMENT CHARACTER}" not in decoded:
             num_found += 1
-            assert score(tiny_chat, handle, question, said).exact_match
+            assert score(tiny_chat, handle, question, decoded).exact_match
     assert num_found
 
 
@@ -212,8 +212,8 @@ def test_a_moved_cache_is_compared_with_its_own_tokens_in_order(tiny_chat: ChatL
     assert found.fidelity.kl > 1e-3
     repaired = tiny_chat.compose(sent, system="You decide what is to be done now.", repair=Repair(1.0))
     assert measure(tiny_chat, repaired, QUESTION, ANSWER).fidelity.kl < 1e-4
-    told = [SystemMessage("You decide what is to be done now."), HumanMessage(CONTEXT)]
-    text = score(tiny_chat, tiny_chat.read(told), QUESTION, ANSWER)
+    messages = [SystemMessage("You decide what is to be done now."), HumanMessage(CONTEXT)]
+    text = score(tiny_chat, tiny_chat.read(messages), QUESTION, ANSWER)
     assert score(tiny_chat, repaired, QUESTION, ANSWER).likelihood == pytest.approx(text.likelihood, abs=1e-4)
 
 

@@ -64,7 +64,7 @@ def _measure(
 
     from langgraph_latent.evaluation.measure import Setup, measure_model
     from langgraph_latent.evaluation.tasks import read_tasks
-    from langgraph_latent.handle.provenance import Repair
+    from langgraph_latent.handle.repair import Repair
 
     console = terminal(stderr=True)
     try:

@@ -143,7 +143,7 @@ class _ReadPassage:
 
     def __init__(self, model: ResidentModel, passage: Passage, template_inputs: TemplateInputs) -> None:
         context, question = ({"role": "user", "content": text} for text in (passage.context, passage.question))
-        prefix = model.prompts.head([], template_inputs)
+        prefix = model.prompts.system_prefix([], template_inputs)
         read = model.prompts.write([context], template_inputs, reply=False).tokens
         asked = model.prompts.write([context, question], template_inputs, reply=True).tokens
         num_tokens = common_tokens(read, asked)

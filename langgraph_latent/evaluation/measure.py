@@ -18,7 +18,7 @@ from langgraph_latent.evaluation.metrics import Estimate, Measured, TextMatch, b
 from langgraph_latent.evaluation.receiver import Receiver, Start, score
 from langgraph_latent.evaluation.tasks import Task
 from langgraph_latent.handle.handle import KVHandle
-from langgraph_latent.handle.provenance import Repair
+from langgraph_latent.handle.repair import Repair
 from langgraph_latent.router.parity import Parity, remember_parity
 from langgraph_latent.workspace.workspace import LatentWorkspace
 
@@ -65,7 +65,7 @@ class Setup:
         return len(tasks) * (len(self.ways) + bool(self.steps))
 
 
-class Measurement(NamedTuple):
+class WayResult(NamedTuple):
     """What was measured of one way: figures by name, or why this model can't do it."""
 
     figures: dict[str, Estimate]
@@ -73,9 +73,9 @@ class Measurement(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Measurements by way, and the parity of latent steps; None where it was not measured."""
+    """What was measured, by way, and the parity of latent steps; None where it was not measured."""
 
-    ways: dict[str, Measurement]
+    ways: dict[str, WayResult]
     parity: Parity | None
 
 
@@ -97,7 +97,7 @@ def measure_tasks(
     tasks: Sequence[Task],
     setup: Setup = Setup(),
     watch: Watch = lambda: None,
-) -> dict[str, Measurement]:
+) -> dict[str, WayResult]:
     """Every figure of every way of handing over, over tasks; `watch` is called after each way of each task.
 
     The figures' names are those of `Score` and `Fidelity`, and "decoded_match" and "rouge_l" where answers are decoded.
@@ -124,7 +124,7 @@ def measure_tasks(
                     raise type(error)(f"{task.place}: {error}") from error
                 watch()
     return {
-        way: Measurement({}, refusals[way]) if way in refusals else Measurement(_estimates(figures))
+        way: WayResult({}, refusals[way]) if way in refusals else WayResult(_estimates(figures))
         for way, figures in measured.items()
     }
 
@@ -197,8 +197,8 @@ def measure_parity(
 ) -> Parity:
     """What latent steps after contexts gain over reading them alone, in likelihood of the answers; remembered.
 
-    From then on edges with `EdgePolicy(latent_steps=True)` hand over this model's latent steps, in all processes, unless
-    they lose. `system` leads each context; "" for nothing.
+    From then on edges with `EdgePolicy(latent_steps=True)` hand over this model's latent steps, in all processes,
+    unless they lose. `system` leads each context; "" for nothing.
 
     Raises `ConfigError` for no tasks or steps, `UnsupportedLayerError` for a model that can't think, and `PromptError`,
     naming the task, for what is too long for the model.

@@ -14,7 +14,8 @@ from langgraph_latent.chat_model import ChatLatent
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import ConfigError, ModelMismatchError, TemplateError, UnsupportedLayerError
 from langgraph_latent.evaluation.metrics import Measured, Score
-from langgraph_latent.handle.handle import KVHandle, Message
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.message import Message
 from langgraph_latent.handle.tokens import TOKEN_BYTES, unpack_tokens
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.messages import BaseMessage, plain_message

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from langgraph_latent.errors import ConfigError
-from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.message import Message
 
 FIELDS = ("context", "question", "answer")
 
