@@ -1,20 +1,23 @@
 """LangGraph graphs whose edges carry KV caches instead of text.
 
-The public names; those that need torch are imported on first access.
+The public names; they are imported on first access. Each has the address `langgraph_latent`, wherever its file is.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from langgraph_latent.channel import LatentChannel
     from langgraph_latent.chat_model import ChatLatent
     from langgraph_latent.errors import LatentError
-    from langgraph_latent.handle.compose import Selection, merge
+    from langgraph_latent.handle.compose import merge
     from langgraph_latent.handle.handle import KVHandle
-    from langgraph_latent.handle.provenance import Repair
+    from langgraph_latent.handle.repair import Repair
+    from langgraph_latent.handle.selection import Selection
     from langgraph_latent.node import LatentNode, LatentState
     from langgraph_latent.router.choice import RouteDecision
     from langgraph_latent.router.policy import EdgePolicy, Route
@@ -38,10 +41,10 @@ _HOMES = {
     "LatentWorkspace": "workspace.workspace",
     "Level": "spec.compat",
     "ModelSpec": "spec.spec",
-    "Repair": "handle.provenance",
+    "Repair": "handle.repair",
     "Route": "router.policy",
     "RouteDecision": "router.choice",
-    "Selection": "handle.compose",
+    "Selection": "handle.selection",
     "compare": "spec.compat",
     "merge": "handle.compose",
 }
@@ -67,6 +70,19 @@ __all__ = [
     "compare",
     "merge",
 ]
+
+Public = TypeVar("Public", bound=Callable[..., Any])
+
+
+def public(thing: Public) -> Public:
+    """A class or function with the address `langgraph_latent`, which checkpoints and pickles may store: files move.
+
+    Under `@dataclass`, so that annotations are evaluated before the module that knows their names is forgotten.
+    """
+    if isinstance(thing, type):
+        thing.__annotations__ = inspect.get_annotations(thing, eval_str=True)
+    thing.__module__ = __name__
+    return thing
 
 
 def __getattr__(name: str) -> Any:

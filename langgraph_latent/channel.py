@@ -12,13 +12,17 @@ from langgraph.errors import InvalidUpdateError
 from langgraph.types import Overwrite
 from typing_extensions import Self
 
+from langgraph_latent import public
 from langgraph_latent.errors import ConfigError, HandleError
 from langgraph_latent.handle.compose import merge
 from langgraph_latent.handle.handle import KVHandle
 
 POLICIES = ("last", "collect", "merge")
+ADDRESSES = (KVHandle.__module__, "langgraph_latent.handle")
+"""Modules that checkpoints name for a handle: of now, and of version 0.1."""
 
 
+@public
 class LatentChannel(BaseChannel[Any, Any, Any]):
     """Holds the handle (or handles) last written to a state key; None before the first write.
 
@@ -93,9 +97,9 @@ class LatentChannel(BaseChannel[Any, Any, Any]):
 def _register_handle() -> None:
     """Tell LangGraph's serialiser that KVHandle is safe to construct (it holds text and numbers, and checks them).
 
-    LangGraph does so by itself in strict mode only; otherwise every resume would log a warning.
+    Without that, every resume would log a warning, or in strict mode fail on checkpoints of version 0.1.
     """
-    _msgpack.SAFE_MSGPACK_TYPES |= {(KVHandle.__module__, KVHandle.__qualname__)}
+    _msgpack.SAFE_MSGPACK_TYPES |= {(module, KVHandle.__qualname__) for module in ADDRESSES}
 
 
 def _handles(value: Any) -> Iterator[KVHandle]:

@@ -22,7 +22,10 @@ LatentError
 └── ConfigError           an option that does not exist or has an impossible value
 """
 
+from langgraph_latent import public
 
+
+@public
 class LatentError(Exception):
     """Root of the tree: catch this to catch everything the library raises on purpose."""
 

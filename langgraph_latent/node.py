@@ -17,18 +17,19 @@ from langchain_core.runnables.config import ensure_config
 from langgraph.graph.message import add_messages
 from typing_extensions import TypedDict
 
+from langgraph_latent import public
 from langgraph_latent.channel import LatentChannel
 from langgraph_latent.chat_model import THINK_STEPS, ChatLatent
 from langgraph_latent.errors import ConfigError, PromptError
-from langgraph_latent.handle.compose import Selection
 from langgraph_latent.handle.handle import KVHandle
-from langgraph_latent.handle.provenance import Repair
+from langgraph_latent.handle.selection import Selection
 
 MODES = ("read", "think", "decode")
 INHERIT_MODES = ("append", "compose")
 NodePrompt = str | Sequence[Any] | ChatPromptTemplate | Callable[[Mapping[str, Any]], Sequence[BaseMessage]]
 
 
+@public
 class LatentState(TypedDict, total=False):
     """A graph state with messages and one latent edge."""
 
@@ -36,6 +37,7 @@ class LatentState(TypedDict, total=False):
     latent: Annotated[KVHandle | None, LatentChannel]
 
 
+@public
 class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
     """A node that continues the KV cache in the state and writes the grown one back.
 
@@ -49,7 +51,8 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         inherit: how the handle under `latent` is inherited: "append" continues its cache (the default), "compose" moves
             it after this node's own system prompt, where the edge's policy allows level 1. Or the state key (or keys)
             whose handles are inherited, () to start afresh; or a mapping of keys to "append" and "compose".
-        select, repair: what is taken of composed handles, and how far it is repaired; see `ChatLatent.compose`.
+        select: what is taken of composed handles; see `ChatLatent.compose`. The edge's policy says how far they are
+            repaired.
         options: per-call options of the chat model, for example `max_tokens`; `steps` of a node that thinks.
 
     Raises `PromptError` where the state lacks a key that the template names.
@@ -65,7 +68,6 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         latent: str = "latent",
         inherit: str | Sequence[str] | Mapping[str, str] = "append",
         select: Selection | None = None,
-        repair: Repair | None = None,
         **options: Any,
     ) -> None:
         if mode not in MODES:
@@ -81,9 +83,8 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         self.steps = steps
         self.inherit = _inherit_modes(inherit, latent)
         self.select = select
-        self.repair = repair
-        if (select or repair) and "compose" not in self.inherit.values():
-            raise ConfigError('select and repair are for composed handles: pass inherit="compose" with them')
+        if select and "compose" not in self.inherit.values():
+            raise ConfigError('select is for composed handles: pass inherit="compose" with it')
         self.options = options
         self._prompt = _prompt_function(prompt)
 
@@ -122,7 +123,7 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         if not composed:
             return messages, appended
         system = messages[0] if messages and isinstance(messages[0], SystemMessage) else None
-        handle = self.chat.compose(composed, system=system, select=self.select, repair=self.repair)
+        handle = self.chat.compose(composed, system=system, select=self.select)
         return messages[1 if system else 0 :], [handle, *appended]
 
     def _inherited(self, state: Mapping[str, Any], mode: str) -> list[KVHandle]:

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import NamedTuple
 
+from langgraph_latent import public
 from langgraph_latent.errors import ConfigError
 from langgraph_latent.events import Decoded, Event, Prefilled, Routed
 
@@ -24,6 +25,7 @@ class TraceSummary(NamedTuple):
     decode_s: float
 
 
+@public
 class LatentTracer:
     """Keeps the last `keep` events in memory and, with a path, appends each as one JSON line. Safe in threads.
 

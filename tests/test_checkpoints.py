@@ -62,7 +62,7 @@ from langgraph.graph import START, StateGraph
 from langgraph.types import Command, Send, interrupt
 from typing_extensions import TypedDict
 from langgraph_latent import KVHandle, LatentChannel
-from langgraph_latent.handle import pack_tokens
+from langgraph_latent.handle.tokens import pack_tokens
 
 class State(TypedDict, total=False):
     latent: Annotated[KVHandle | None, LatentChannel]

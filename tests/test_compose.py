@@ -36,19 +36,21 @@ from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.engine.probe import difference
 from langgraph_latent.errors import ContextLengthError, RouteError
 from langgraph_latent.events import Composed, Diverged, Event, Prefilled, Routed
-from langgraph_latent.handle.compose import EVERY_KIND, WHOLE, composed, part_of
-from langgraph_latent.handle.provenance import Composition
+from langgraph_latent.handle.compose import composed, repaired
+from langgraph_latent.handle.handle import Composition
+from langgraph_latent.handle.selection import EVERY_KIND, WHOLE, excerpt_of
 from langgraph_latent.handle.tokens import unpack_tokens
 from langgraph_latent.kv.state import KVState
+from langgraph_latent.prompt.prompt import ends_open
 from langgraph_latent.router.parity import Parity, remember_parity
 from langgraph_latent.testing.catalogue import save_toy
 from langgraph_latent.testing.tiny import CHATML
-from langgraph_latent.workspace.delivery import transcript
+from langgraph_latent.workspace.request import transcript
 
 EVERYTHING = Selection(kinds=EVERY_KIND)
 
 MOVED = EdgePolicy(allow=frozenset({Level.EXACT, Level.MOVED, Level.TEXT}))
-THINKING = EdgePolicy(allow=frozenset({Level.EXACT, Level.MOVED, Level.TEXT}), thoughts=True)
+THINKING = EdgePolicy(allow=frozenset({Level.EXACT, Level.MOVED, Level.TEXT}), latent_steps=True)
 SYSTEM = SystemMessage("be brief")
 NOTES = {
     "a": "the report says that hall three lost power at four",
@@ -172,7 +174,7 @@ def test_a_block_moved_behind_another_head_is_as_one_read_there_with_the_head_hi
     assert model.spec.capabilities.can("move"), model.spec.capabilities.refusal("move")
     (whole,) = notes(chat, "a", system=None)
     (head,) = notes(chat, "b")
-    handle = composed(head, [part_of(whole, EVERYTHING)])
+    handle = composed(head, [excerpt_of(whole, EVERYTHING)])
     assert head.num_tokens > 24  # another offset, past the window of a toy
     assert head.num_tokens + whole.num_tokens > 48
     state = ws.state_of(handle, model)
@@ -205,7 +207,7 @@ def test_all_of_it_repaired_is_a_full_pass(
 ) -> None:
     chat = chat_of(folder, name, ws)
     model = chat.resident()
-    handle = merge(notes(chat, names), repair=Repair(1.0, strategy))
+    handle = repaired(merge(notes(chat, names)), Repair(1.0, strategy))
     if refusal := model.spec.capabilities.refusal("batch"):
         reply = chat.invoke(QUESTION, inherit=handle)
         assert route(reply) == ("text", 4, "not_movable")
@@ -229,13 +231,13 @@ def test_a_repair_rewrites_as_many_tokens_as_its_ratio_says_and_leaves_the_other
     chat = chat_of(folder, name, ws)
     model = chat.resident()
     handles = notes(chat, "abc")
-    plain, repaired = merge(handles), merge(handles, repair=Repair(0.25, strategy))
-    before, after = ws.state_of(plain, model), ws.state_of(repaired, model)
-    provenance = repaired.segments[-1].provenance
+    plain, mended = merge(handles), repaired(merge(handles), Repair(0.25, strategy))
+    before, after = ws.state_of(plain, model), ws.state_of(mended, model)
+    provenance = mended.segments[-1].provenance
     assert isinstance(provenance, Composition)
     sizes = [block.num_tokens for block in provenance.blocks]
     first = plain.num_plain
-    (made,) = [event for event in events(ws, Composed) if event.handle == repaired.id]
+    (made,) = [event for event in events(ws, Composed) if event.handle == mended.id]
     num_wanted = sum(-(-size // 4) for size in sizes) if strategy == "boundary" else -(-sum(sizes) // 4)
     assert (made.num_repaired, made.num_tokens, made.kind) == (num_wanted, sum(sizes), "moved")
     changed = set()
@@ -261,14 +263,14 @@ def test_the_boundary_of_each_block_is_repaired_and_the_most_changed_token_by_de
     handles = notes(chat, "ab")
     plain = merge(handles)
     num_moved = plain.num_tokens - plain.num_plain
-    one = merge(handles, repair=Repair(1 / num_moved, "deviation"))
-    moved, repaired = ws.state_of(plain, model), ws.state_of(one, model)
+    one = repaired(plain, Repair(1 / num_moved, "deviation"))
+    moved, mended = ws.state_of(plain, model), ws.state_of(one, model)
     (made,) = [event for event in events(ws, Composed) if event.handle == one.id]
     assert made.num_repaired == 1
     with model.empty_state().append() as tail:
         model.prefill(plain.token_ids, tail)
         truth = tail.seal()
-    values = [state.buffer.layers[1].view(plain.num_plain, plain.num_tokens)[1] for state in (truth, moved, repaired)]
+    values = [state.buffer.layers[1].view(plain.num_plain, plain.num_tokens)[1] for state in (truth, moved, mended)]
     most = int((values[0] - values[1]).square().sum((0, 1, 3)).argmax())
     changed = (values[2] - values[1]).abs().amax((0, 1, 3)).nonzero().flatten().tolist()
     assert changed == [most]
@@ -279,7 +281,7 @@ def test_the_boundary_of_each_block_is_repaired_and_the_most_changed_token_by_de
 
 
 def weighted(handles: Sequence[KVHandle], **options: Any) -> KVHandle:
-    return composed(handles[0], [part_of(handles[1], Selection(**options))])
+    return composed(handles[0], [excerpt_of(handles[1], Selection(**options))])
 
 
 def test_a_weight_of_1_is_none_and_of_0_is_absence(chat: ChatLatent, ws: LatentWorkspace) -> None:
@@ -535,8 +537,8 @@ def test_a_plain_prompt_never_meets_a_composed_cache_of_the_same_tokens(chat: Ch
 
 RECIPES: dict[str, Callable[[ChatLatent, list[KVHandle]], KVHandle]] = {
     "merged": lambda chat, handles: merge(handles),
-    "repaired": lambda chat, handles: merge(handles, repair=Repair(0.3)),
-    "deviation": lambda chat, handles: merge(handles, repair=Repair(0.3, "deviation")),
+    "repaired": lambda chat, handles: repaired(merge(handles), Repair(0.3)),
+    "deviation": lambda chat, handles: repaired(merge(handles), Repair(0.3, "deviation")),
     "weighted": lambda chat, handles: weighted(handles, weight=20.0),
     "layers": lambda chat, handles: weighted(handles, layers=(1,)),
     "composed": lambda chat, handles: chat.compose(handles, system="be wise", repair=Repair(0.2)),
@@ -621,7 +623,7 @@ def test_the_answer_to_a_merged_question_can_be_asked_on_and_is_merged_again(
 ) -> None:
     answers = [ws.handle(chat.invoke([SYSTEM, HumanMessage(NOTES[name])])) for name in "ab"]
     merged = merge(answers)
-    assert merged.ends_open
+    assert ends_open(merged)
     reply = chat.invoke(QUESTION, inherit=merged)
     assert route(reply)[:2] == ("cache", 1)
     on = chat.invoke("and?", inherit=ws.handle(reply))
@@ -634,7 +636,7 @@ def test_the_answer_to_a_merged_question_can_be_asked_on_and_is_merged_again(
     assert route(chat.invoke(QUESTION, inherit=only))[:2] == ("cache", 1)
 
 
-# -- thoughts --------------------------------------------------------------------------------------------------------
+# -- latent steps ----------------------------------------------------------------------------------------------------
 
 
 def test_latent_steps_are_taken_only_where_the_edge_takes_them_and_they_lose_nothing(
@@ -728,10 +730,9 @@ def test_a_node_composes_behind_its_own_system_prompt(inherit: Any, folder: Call
             assert [message["content"] for message in state["latent"].messages][:-1] == [m.content for m in told]
             if level == 4:
                 assert state["answer"] == text_run(chat, *told)
-    with LatentWorkspace(router=EdgeRouter(default=MOVED)) as ws:
+    with LatentWorkspace(router=EdgeRouter(default=EdgePolicy(allow=MOVED.allow, repair=Repair(1.0)))) as ws:
         chat = chat_of(folder, "llama", ws)
-        options = {"inherit": inherit, "repair": Repair(1.0)}
-        state = fan(chat, prompt=prompt, **options).compile().invoke({})
+        state = fan(chat, prompt=prompt, inherit=inherit).compile().invoke({})
         assert state["answer"] == text_run(chat, *told)
         made = events(ws, Composed)[-1]  # behind that of the channel's merge, from which it takes
         assert made.num_repaired == made.num_tokens
@@ -739,7 +740,8 @@ def test_a_node_composes_behind_its_own_system_prompt(inherit: Any, folder: Call
 
 def test_a_node_takes_what_it_selects(chat: ChatLatent, ws: LatentWorkspace) -> None:
     a, b = (ws.handle(chat.invoke([SYSTEM, HumanMessage(NOTES[name])])) for name in "ab")
-    options: Any = {"select": Selection(answer_only=True), "repair": Repair(0.5), "inherit": {"x": "compose"}}
+    ws.router.policies["*", "*"] = EdgePolicy(allow=MOVED.allow, repair=Repair(0.5))
+    options: Any = {"select": Selection(answer_only=True), "inherit": {"x": "compose"}}
     node = LatentNode(chat, prompt=[("system", "so"), ("human", QUESTION)], writes="answer", **options)
     update = node.invoke({"x": [a, b]})
     kinds = [span.kind for span in update["latent"].spans]
@@ -838,7 +840,7 @@ def test_a_latent_step_is_as_long_as_what_the_embedding_module_gives(
 
 def test_latent_steps_do_not_use_up_the_share_that_is_repaired(chat: ChatLatent, ws: LatentWorkspace) -> None:
     thought = chat.think([HumanMessage(NOTES["b"])], steps=12)
-    merged = merge([notes(chat, "a")[0], thought], repair=Repair(0.3, "deviation"))
+    merged = repaired(merge([notes(chat, "a")[0], thought]), Repair(0.3, "deviation"))
     ws.state_of(merged, chat.resident())
     made = events(ws, Composed)[-1]
     num_told = made.num_tokens - 12

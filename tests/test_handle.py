@@ -25,21 +25,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from langgraph_latent.errors import HandleError, LatentError
 from langgraph_latent.handle import KVHandle, Segment
-from langgraph_latent.handle.provenance import LatentSteps
+from langgraph_latent.handle.handle import LatentSteps
 from langgraph_latent.handle.tokens import common_tokens, pack_tokens, unpack_tokens
 
 MODEL = "5f" * 16
-SERDE = JsonPlusSerializer(allowed_msgpack_modules=[("langgraph_latent.handle", "KVHandle")])
+SERDE = JsonPlusSerializer(allowed_msgpack_modules=[("langgraph_latent", "KVHandle")])
 BIG_BOMB_BYTES = 100 << 20
 
 # Any character a message can hold, lone surrogates (half an emoji, cut by a buggy tool) included.
 texts = st.text(st.characters(), max_size=40)
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 chat_messages = st.builds(lambda role, content: {"role": role, "content": content}, st.sampled_from("ab"), texts)
-told = st.lists(chat_messages, max_size=3)
+message_lists = st.lists(chat_messages, max_size=3)
 segments = st.one_of(
-    st.tuples(st.sampled_from(["system", "prompt", "generated"]), texts, token_lists, told),
-    st.tuples(st.just("latent"), texts, st.integers(0, 40).map(lambda steps: [0] * steps), told),
+    st.tuples(st.sampled_from(["system", "prompt", "generated"]), texts, token_lists, message_lists),
+    st.tuples(st.just("latent"), texts, st.integers(0, 40).map(lambda steps: [0] * steps), message_lists),
 )
 
 
@@ -130,7 +130,7 @@ def test_a_framing_is_part_of_the_id_and_is_not_taken_for_tokens() -> None:
     assert shifted.id != root.extend("prompt", "n", pack_tokens([5, 7]), []).id
 
 
-def test_equal_recipes_are_equal_and_any_difference_is_another_id() -> None:
+def test_equal_handles_are_equal_and_any_difference_is_another_id() -> None:
     message = {"role": "user", "content": "q"}
     same = handle_of(("prompt", "n", [1, 2], [message]))
     assert same == handle_of(("prompt", "n", [1, 2], [message]))
@@ -254,8 +254,8 @@ def loop_of_turns(rng: random.Random, encode: Callable[[str], list[int]]) -> KVH
         question, answer = english(rng, 6), english(rng, 5)
         asked = encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
         handle = handle.extend("prompt", "planner", pack_tokens(asked), [{"role": "user", "content": question}])
-        told = [{"role": "assistant", "content": f"{answer} {turn}"}]
-        handle = handle.extend("generated", "planner", pack_tokens(encode(f"{answer} {turn}<|im_end|>")), told)
+        said = [{"role": "assistant", "content": f"{answer} {turn}"}]
+        handle = handle.extend("generated", "planner", pack_tokens(encode(f"{answer} {turn}<|im_end|>")), said)
     return handle
 
 
@@ -307,7 +307,7 @@ def forged(**changes: Any) -> dict[str, Any]:
 
 
 def with_rows(rows: object) -> dict[str, Any]:
-    return forged(segments=packed(json.dumps(rows).encode()))
+    return forged(segments=packed(json.dumps({"version": 2, "sources": [], "rows": rows}).encode()))
 
 
 ROWS = [
@@ -416,7 +416,7 @@ def test_messages_that_are_no_messages_are_refused_even_under_a_matching_id(mess
                 "tenant": "",
                 "nbytes": 0,
                 "tokens": packed(b"\x04" + pack_tokens([1])),
-                "segments": packed(json.dumps([["prompt", "n", 1, messages]]).encode()),
+                "segments": with_rows([["prompt", "n", 1, messages]])["segments"],
             }
         )
 
@@ -442,7 +442,7 @@ def test_a_pickled_handle_is_verified_when_it_is_loaded() -> None:
 
 BOMBS: dict[str, Callable[[], dict[str, Any]]] = {
     "100 MB of tokens": lambda: forged(tokens=packed(b"\x04" + bytes(BIG_BOMB_BYTES))),
-    "100 MB of recipe": lambda: forged(segments=packed(b"[" + b" " * BIG_BOMB_BYTES + b"]")),
+    "100 MB of segments": lambda: forged(segments=packed(b"[" + b" " * BIG_BOMB_BYTES + b"]")),
     "64 MB of narrow tokens": lambda: forged(tokens=packed(b"\x02" + bytes((64 << 20) - 2))),
     "64 MB of empty lists": lambda: forged(segments=packed(b"[" + b"[]," * ((64 << 20) // 3 - 2) + b"[]]")),
     "64 MB of numbers": lambda: forged(segments=packed(b"[" + b"1.5," * ((64 << 20) // 4 - 2) + b"1]")),

@@ -1,6 +1,6 @@
-"""Recipes, selections and merges as plain values: what is impossible is refused, what is possible survives every trip.
+"""Provenances, selections and merges as plain values; no model, no tensors.
 
-No model, no tensors.
+What is impossible is refused, what is possible survives every trip.
 """
 
 from __future__ import annotations
@@ -25,19 +25,13 @@ from test_handle import TRIPS
 from langgraph_latent import Repair, Selection, merge
 from langgraph_latent.errors import ConfigError, HandleError
 from langgraph_latent.handle import KVHandle, Segment
-from langgraph_latent.handle.compose import (
-    EVERY_KIND,
-    MAX_BLOCKS,
-    WHOLE,
-    Part,
-    behind,
-    composed,
-    part_of,
-    without_contained,
-)
-from langgraph_latent.handle.handle import MAX_DEPTH, MAX_TOKENS
-from langgraph_latent.handle.provenance import Block, Composition, LatentSteps
+from langgraph_latent.handle.compose import MAX_BLOCKS, compose_after, composed, repaired, without_contained
+from langgraph_latent.handle.handle import MAX_DEPTH, Block, Composition, LatentSteps
+from langgraph_latent.handle.packing import MAX_TOKENS
+from langgraph_latent.handle.selection import EVERY_KIND, WHOLE, Excerpt, excerpt_of
 from langgraph_latent.handle.tokens import pack_tokens
+from langgraph_latent.prompt.prompt import ends_open
+from langgraph_latent.router.composed import needs_packed_attention
 
 EVERYTHING = Selection(kinds=EVERY_KIND)
 
@@ -52,13 +46,13 @@ def handle_of(*rows: tuple[str, str, list[int], str], model: str = MODEL, tenant
     for kind, source, ids, text in rows:
         role = {"system": "system", "prompt": "user"}.get(kind, "assistant")
         provenance = LatentSteps(len(ids)) if kind == "latent" else None
-        told = [{"role": role, "content": text}]
-        handle = handle.extend(kind, source, pack_tokens(ids), told, bytes_per_token=100, provenance=provenance)
+        messages = [{"role": role, "content": text}]
+        handle = handle.extend(kind, source, pack_tokens(ids), messages, bytes_per_token=100, provenance=provenance)
     return handle
 
 
 def read(source: str, *ids: int, model: str = MODEL, tenant: str = "") -> KVHandle:
-    """A system prompt that all share, and behind it what one node read."""
+    """A system prompt that all share, and after it what one node read."""
     return handle_of((*SYSTEM[:1], "", *SYSTEM[2:]), ("prompt", source, [*ids], source), model=model, tenant=tenant)
 
 
@@ -176,24 +170,24 @@ def test_a_selection_of_a_models_layers_is_taken() -> None:
 )
 def test_a_selection_that_takes_nothing_is_refused(selection: Selection) -> None:
     with pytest.raises(ConfigError):
-        part_of(read("a", 10, 11), selection)
+        excerpt_of(read("a", 10, 11), selection)
 
 
 @pytest.mark.parametrize("provenance", [None, LatentSteps(2), Composition((Block(read("a", 10), 0, 2),))])
 @pytest.mark.parametrize("kind", ["system", "prompt", "generated", "latent", "moved"])
-def test_a_segment_has_the_recipe_of_its_kind(kind: str, provenance: Any) -> None:
+def test_a_segment_has_the_provenance_of_its_kind(kind: str, provenance: Any) -> None:
     fits = {"latent": LatentSteps, "moved": Composition}.get(kind, type(None))
     tokens = {"latent": bytes(8), "moved": pack_tokens([1, 2])}.get(kind, pack_tokens([7, 7]))
     if type(provenance) is fits:
         assert Segment.of(kind, "n", tokens, [], provenance=provenance).num_tokens == 2
     else:
-        with pytest.raises(HandleError, match="does not fit its recipe"):
+        with pytest.raises(HandleError, match="does not fit its provenance"):
             Segment.of(kind, "n", tokens, [], provenance=provenance)
 
 
 def test_the_tokens_of_latent_steps_are_zero_and_as_many_as_the_steps() -> None:
     for tokens in (bytes(8), bytes(16), pack_tokens([0, 0, 1])):
-        with pytest.raises(HandleError, match="does not fit its recipe"):
+        with pytest.raises(HandleError, match="does not fit its provenance"):
             KVHandle.root(MODEL).extend("latent", "n", tokens, [], provenance=LatentSteps(3))
 
 
@@ -202,11 +196,11 @@ def test_the_tokens_of_moved_blocks_are_those_of_the_blocks() -> None:
     handle = KVHandle.root(MODEL).extend("moved", "n", pack_tokens([10, 11, 20]), [], provenance=provenance)
     assert handle.token_ids == (10, 11, 20)
     for ids in ([10, 11], [10, 11, 20, 20], [20, 10, 11], [10, 11, 21], []):
-        with pytest.raises(HandleError, match="does not fit its recipe"):
+        with pytest.raises(HandleError, match="does not fit its provenance"):
             KVHandle.root(MODEL).extend("moved", "n", pack_tokens(ids), [], provenance=provenance)
 
 
-# -- part_of ---------------------------------------------------------------------------------------------------------
+# -- excerpt_of ------------------------------------------------------------------------------------------------------
 
 MIXED = handle_of(
     SYSTEM,
@@ -219,8 +213,8 @@ MIXED = handle_of(
 )
 
 
-def taken(selection: Selection, handle: KVHandle = MIXED, behind: int = 0) -> list[tuple[int, int]]:
-    return [(block.begin, block.end) for block in part_of(handle, selection, behind).blocks]
+def taken(selection: Selection, handle: KVHandle = MIXED, begin: int = 0) -> list[tuple[int, int]]:
+    return [(block.begin, block.end) for block in excerpt_of(handle, selection, begin).blocks]
 
 
 @pytest.mark.parametrize(
@@ -246,46 +240,46 @@ def test_a_selection_takes_its_tokens_and_no_others(selection: Selection, expect
 
 
 def test_what_is_shared_is_not_taken_again() -> None:
-    assert taken(EVERYTHING, behind=4) == [(4, 13)]
-    assert taken(Selection(answer_only=True), behind=4) == [(12, 13)]
-    assert taken(Selection(kinds=frozenset({"system", "generated"})), behind=6) == [(6, 7), (12, 13)]
+    assert taken(EVERYTHING, begin=4) == [(4, 13)]
+    assert taken(Selection(answer_only=True), begin=4) == [(12, 13)]
+    assert taken(Selection(kinds=frozenset({"system", "generated"})), begin=6) == [(6, 7), (12, 13)]
     with pytest.raises(ConfigError, match="nothing of"):
-        part_of(MIXED, EVERYTHING, 13)
+        excerpt_of(MIXED, EVERYTHING, 13)
 
 
-def test_messages_are_told_whole_where_any_of_their_tokens_is_taken_and_once() -> None:
-    part = part_of(MIXED, Selection(kinds=EVERY_KIND, spans=((1, 2), (3, 4), (4, 5), (12, 13))))
+def test_messages_are_taken_in_full_where_any_of_their_tokens_is_taken_and_once() -> None:
+    part = excerpt_of(MIXED, Selection(kinds=EVERY_KIND, spans=((1, 2), (3, 4), (4, 5), (12, 13))))
     assert [message["content"] for message in part.messages] == ["be brief", "the report", "good"]
 
 
 def test_weight_and_layers_go_to_every_block_and_1_is_none() -> None:
-    part = part_of(MIXED, Selection(kinds=frozenset({"prompt"}), weight=2.5, layers=(1, 0)))
+    part = excerpt_of(MIXED, Selection(kinds=frozenset({"prompt"}), weight=2.5, layers=(1, 0)))
     assert {(block.weight, block.layers) for block in part.blocks} == {(2.5, (0, 1))}
-    assert part_of(MIXED, Selection(weight=1.0)) == part_of(MIXED, WHOLE)
+    assert excerpt_of(MIXED, Selection(weight=1.0)) == excerpt_of(MIXED, WHOLE)
 
 
 def test_weight_0_is_absence_but_a_wrong_selection_is_still_wrong() -> None:
-    assert part_of(MIXED, Selection(weight=0)) == Part([], [])
+    assert excerpt_of(MIXED, Selection(weight=0)) == Excerpt([], [])
     with pytest.raises(ConfigError):
-        part_of(MIXED, Selection(weight=0, kinds=frozenset({"moved"})))
+        excerpt_of(MIXED, Selection(weight=0, kinds=frozenset({"moved"})))
     base, other = read("a", 10), read("b", 20, 21)
-    without = composed(base, [part_of(other, WHOLE)])
-    assert composed(base, [part_of(other, WHOLE), part_of(MIXED, Selection(weight=0.0))]) == without
-    assert composed(base, [part_of(MIXED, Selection(weight=0.0))]) is base
+    without = composed(base, [excerpt_of(other, WHOLE)])
+    assert composed(base, [excerpt_of(other, WHOLE), excerpt_of(MIXED, Selection(weight=0.0))]) == without
+    assert composed(base, [excerpt_of(MIXED, Selection(weight=0.0))]) is base
 
 
-def test_a_message_of_which_several_parts_were_composed_is_told_once_when_they_are_composed_again() -> None:
-    once = composed(read("a", 10), [part_of(MIXED, Selection(kinds=EVERY_KIND, spans=((0, 1), (2, 3), (10, 11))))])
+def test_a_message_of_which_several_parts_were_composed_is_taken_once_when_they_are_composed_again() -> None:
+    once = composed(read("a", 10), [excerpt_of(MIXED, Selection(kinds=EVERY_KIND, spans=((0, 1), (2, 3), (10, 11))))])
     assert contents(once) == ["be brief", "a", "be brief", "so?"]
     for handle in (once, TRIPS["to_dict"](once)):
-        again = composed(read("c", 40), [part_of(handle, EVERYTHING, 4)])
+        again = composed(read("c", 40), [excerpt_of(handle, EVERYTHING, 4)])
         assert contents(again)[2:] == contents(handle)[2:]
 
 
-# -- merge, behind ---------------------------------------------------------------------------------------------------
+# -- merge, compose_after --------------------------------------------------------------------------------------------
 
 
-def test_merge_keeps_the_order_and_tells_what_is_shared_once() -> None:
+def test_merge_keeps_the_order_and_takes_what_is_shared_once() -> None:
     a, b, c = read("a", 10, 11), read("b", 20), answered("c", 30, 31)
     merged = merge([a, b, c])
     assert merged.token_ids == (1, 2, 3, 10, 11, 20, 30, 31, 90, 91)
@@ -340,8 +334,8 @@ def test_a_handle_that_another_one_continues_is_dropped_wherever_it_stands() -> 
     merged = merge([a, b])
     assert merge([a, merged]) is merged
     assert merge([merged, a]) is merged
-    behind_it = merged.extend("prompt", "n", pack_tokens([50]), [{"role": "user", "content": "more"}], 100)
-    assert merge([behind_it, merged, a]) is behind_it
+    longer_still = merged.extend("prompt", "n", pack_tokens([50]), [{"role": "user", "content": "more"}], 100)
+    assert merge([longer_still, merged, a]) is longer_still
 
 
 def test_a_composed_handle_is_not_taken_for_a_plain_one_of_the_same_tokens() -> None:
@@ -349,8 +343,8 @@ def test_a_composed_handle_is_not_taken_for_a_plain_one_of_the_same_tokens() -> 
     plain = read("a", 10, 20)
     assert plain.tokens == merged.tokens
     assert without_contained([merged, plain]) == [merged, plain]
-    repaired = merge([read("a", 10), read("b", 20)], repair=Repair(0.5))
-    assert without_contained([merged, repaired]) == [merged, repaired]
+    less_moved = repaired(merge([read("a", 10), read("b", 20)]), Repair(0.5))
+    assert without_contained([merged, less_moved]) == [merged, less_moved]
 
 
 def test_handles_of_several_models_or_tenants_are_refused() -> None:
@@ -361,30 +355,30 @@ def test_handles_of_several_models_or_tenants_are_refused() -> None:
             with pytest.raises(HandleError, match="different models or tenants"):
                 merge(handles)
         with pytest.raises(HandleError, match="different models or tenants"):
-            behind(read("c", 1), [other], [EVERYTHING])
+            compose_after(read("c", 1), [other], [EVERYTHING])
 
 
 def test_too_many_blocks_are_refused_and_as_many_as_allowed_are_taken() -> None:
     ids = list(range(2 * MAX_BLOCKS + 2))
     long = handle_of(("prompt", "a", ids, "a"))
     spans = tuple((at, at + 1) for at in range(0, len(ids), 2))
-    taken = part_of(long, Selection(spans=spans[:MAX_BLOCKS]))
+    taken = excerpt_of(long, Selection(spans=spans[:MAX_BLOCKS]))
     assert composed(read("b", 1), [taken]).num_tokens == 4 + MAX_BLOCKS
     with pytest.raises(ConfigError, match="4,097 blocks"):
-        composed(read("b", 1), [part_of(long, Selection(spans=spans))])
+        composed(read("b", 1), [excerpt_of(long, Selection(spans=spans))])
 
 
-def test_behind_the_same_head_a_handle_is_continued_and_behind_another_one_moved() -> None:
+def test_after_the_same_system_prefix_a_handle_is_continued_and_after_another_one_moved() -> None:
     head = handle_of((*SYSTEM[:1], "other", *SYSTEM[2:]))
     a, b = read("a", 10, 11), read("b", 20)
-    assert behind(head, [a], [WHOLE]) is a
-    assert behind(head, [a, b], [WHOLE] * 2) == merge([a, b])
+    assert compose_after(head, [a], [WHOLE]) is a
+    assert compose_after(head, [a, b], [WHOLE] * 2) == merge([a, b])
     other = handle_of(("system", "", [7, 8], "be long"))
-    moved = behind(other, [a, b], [WHOLE] * 2)
+    moved = compose_after(other, [a, b], [WHOLE] * 2)
     assert moved.token_ids == (7, 8, 10, 11, 20)
     assert contents(moved) == ["be long", "a", "b"]
     with pytest.raises(ConfigError, match="nothing to compose"):
-        behind(head, [], [])
+        compose_after(head, [], [])
 
 
 def test_what_the_first_selection_leaves_out_is_not_lost_where_another_one_takes_it() -> None:
@@ -395,9 +389,9 @@ def test_what_the_first_selection_leaves_out_is_not_lost_where_another_one_takes
         for name, token in said
     )
     head = handle_of(("system", "", [7, 8], "be long"))
-    mixed = behind(head, [left, right], [Selection(answer_only=True), WHOLE])
+    mixed = compose_after(head, [left, right], [Selection(answer_only=True), WHOLE])
     assert mixed.token_ids == (7, 8, 60, 10, 11, 70)
-    assert behind(head, [left, right], [WHOLE] * 2).token_ids == (7, 8, 10, 11, 60, 70)
+    assert compose_after(head, [left, right], [WHOLE] * 2).token_ids == (7, 8, 10, 11, 60, 70)
 
 
 # -- identity --------------------------------------------------------------------------------------------------------
@@ -409,7 +403,7 @@ def a_composition(
     other = more.get("other", read("b", 20, 21))
     spans = more.get("spans")
     selection = Selection(weight=weight, layers=layers, spans=spans)
-    return composed(read("a", 10), [part_of(other, selection)], repair)
+    return repaired(composed(read("a", 10), [excerpt_of(other, selection)]), repair)
 
 
 DIFFERENT: dict[str, Callable[[], KVHandle]] = {
@@ -422,19 +416,19 @@ DIFFERENT: dict[str, Callable[[], KVHandle]] = {
     "layers": lambda: a_composition(layers=(0,)),
     "other layers": lambda: a_composition(layers=(0, 1)),
     "two blocks": lambda: composed(
-        read("a", 10), [part_of(read("b", 20, 21), Selection(spans=(span,))) for span in ((3, 4), (4, 5))]
+        read("a", 10), [excerpt_of(read("b", 20, 21), Selection(spans=(span,))) for span in ((3, 4), (4, 5))]
     ),
     "same tokens of another handle": lambda: a_composition(other=read("c", 20, 21)),
     "same tokens at another place": lambda: a_composition(other=read("b", 19, 20, 21), spans=((4, 6),)),
-    "merged from the other side": lambda: composed(read("b", 20, 21), [part_of(read("a", 10), WHOLE)]),
+    "merged from the other side": lambda: composed(read("b", 20, 21), [excerpt_of(read("a", 10), WHOLE)]),
     "thought": lambda: read("a", 10).extend("latent", "n", bytes(8), [], provenance=LatentSteps(2)),
     "thought longer": lambda: read("a", 10).extend("latent", "n", bytes(12), [], provenance=LatentSteps(3)),
-    "nested": lambda: composed(read("a", 10), [part_of(a_composition(), Selection(spans=((4, 6),)))]),
+    "nested": lambda: composed(read("a", 10), [excerpt_of(a_composition(), Selection(spans=((4, 6),)))]),
     "read": lambda: read("a", 10, 20, 21),
 }
 
 
-def test_every_difference_of_a_recipe_is_another_id_and_lineage_and_none_is_the_same() -> None:
+def test_every_difference_of_a_provenance_is_another_id_and_digest_and_none_is_the_same() -> None:
     handles = [make() for make in DIFFERENT.values()]
     assert (
         len({handle.id for handle in handles})
@@ -450,7 +444,7 @@ def test_every_difference_of_a_recipe_is_another_id_and_lineage_and_none_is_the_
     assert a_composition(layers=(1, 0)).id == a_composition(layers=(0, 1, 1)).id
 
 
-def test_a_lineage_does_not_change_with_what_is_read_behind_it_but_with_where_it_is() -> None:
+def test_a_provenance_digest_does_not_change_with_what_is_read_after_it_but_with_where_it_is() -> None:
     merged = merge([read("a", 10), read("b", 20)])
     longer = merged.extend("prompt", "n", pack_tokens([50]), [], 100)
     assert longer.provenance_digest == merged.provenance_digest
@@ -466,10 +460,11 @@ def test_ids_are_the_same_in_another_process() -> None:
     program = (
         "from langgraph_latent import Repair, merge\n"
         "from langgraph_latent.handle import KVHandle\n"
+        "from langgraph_latent.handle.compose import repaired\n"
         "from langgraph_latent.handle.tokens import pack_tokens\n"
         "h = [KVHandle.root('m').extend('prompt', n, pack_tokens([i]), [{'role': 'user', 'content': n}], 8)"
         " for i, n in enumerate('ab')]\n"
-        "made = merge(h, repair=Repair(0.25, 'deviation'))\n"
+        "made = repaired(merge(h), Repair(0.25, 'deviation'))\n"
         "print(made.id, made.provenance_digest)\n"
     )
     runs = {subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout for _ in range(2)}
@@ -477,11 +472,11 @@ def test_ids_are_the_same_in_another_process() -> None:
         KVHandle.root("m").extend("prompt", name, pack_tokens([index]), [{"role": "user", "content": name}], 8)
         for index, name in enumerate("ab")
     ]
-    made = merge(handles, repair=Repair(0.25, "deviation"))
+    made = repaired(merge(handles), Repair(0.25, "deviation"))
     assert runs == {f"{made.id} {made.provenance_digest}\n"}
 
 
-def test_what_is_exact_weighted_and_thought_is_told_of_the_recipe() -> None:
+def test_what_is_exact_and_weighted_and_has_latent_steps_is_known_from_the_provenance() -> None:
     assert [name for name, make in DIFFERENT.items() if not make().is_exact] == [
         name for name in DIFFERENT if name not in ("thought", "thought longer", "read")
     ]
@@ -490,14 +485,15 @@ def test_what_is_exact_weighted_and_thought_is_told_of_the_recipe() -> None:
     assert not a_composition(repair=whole, weight=2.0).is_exact
     assert not a_composition(repair=whole, layers=(0, 1)).is_exact
     thought = DIFFERENT["thought"]()
-    assert not composed(read("b", 20), [part_of(thought, WHOLE)], whole).is_exact
-    assert composed(read("b", 20), [part_of(thought, Selection(kinds=frozenset({"prompt"})))], whole).is_exact
-    assert composed(a_composition(), [part_of(read("c", 30), WHOLE)], whole).is_exact is False
-    assert composed(read("c", 30), [part_of(a_composition(), WHOLE)], whole).is_exact
+    assert not repaired(composed(read("b", 20), [excerpt_of(thought, WHOLE)]), whole).is_exact
+    only_prompts = Selection(kinds=frozenset({"prompt"}))
+    assert repaired(composed(read("b", 20), [excerpt_of(thought, only_prompts)]), whole).is_exact
+    assert repaired(composed(a_composition(), [excerpt_of(read("c", 30), WHOLE)]), whole).is_exact is False
+    assert repaired(composed(read("c", 30), [excerpt_of(a_composition(), WHOLE)]), whole).is_exact
     assert [name for name, make in DIFFERENT.items() if make().has_latent_steps] == ["thought", "thought longer"]
-    assert composed(read("b", 20), [part_of(thought, WHOLE)]).has_latent_steps
-    assert not composed(read("b", 20), [part_of(thought, Selection(kinds=frozenset({"prompt"})))]).has_latent_steps
-    assert {name for name, make in DIFFERENT.items() if make().needs_rows} == {
+    assert composed(read("b", 20), [excerpt_of(thought, WHOLE)]).has_latent_steps
+    assert not composed(read("b", 20), [excerpt_of(thought, only_prompts)]).has_latent_steps
+    assert {name for name, make in DIFFERENT.items() if needs_packed_attention(make())} == {
         "repaired",
         "repaired more",
         "repaired otherwise",
@@ -510,12 +506,12 @@ def test_what_is_exact_weighted_and_thought_is_told_of_the_recipe() -> None:
 
 def test_what_a_composition_ends_with_is_what_its_last_block_ends_with() -> None:
     whole = merge([read("a", 10), answered("b", 20)])
-    assert (whole.num_sampled, whole.num_pending, whole.ends_open) == (2, 0, True)
-    part = composed(read("a", 10), [part_of(answered("b", 20), Selection(spans=((5, 6),)))])
-    assert (part.num_sampled, part.ends_open) == (1, True)
-    cut = composed(read("a", 10), [part_of(answered("b", 20), Selection(spans=((3, 5),)))])
-    assert (cut.num_sampled, cut.ends_open) == (0, False)
-    assert part_of(whole, Selection(answer_only=True)).blocks == [Block(whole, 5, 7)]
+    assert (whole.num_sampled, whole.num_pending, ends_open(whole)) == (2, 0, True)
+    part = composed(read("a", 10), [excerpt_of(answered("b", 20), Selection(spans=((5, 6),)))])
+    assert (part.num_sampled, ends_open(part)) == (1, True)
+    cut = composed(read("a", 10), [excerpt_of(answered("b", 20), Selection(spans=((3, 5),)))])
+    assert (cut.num_sampled, ends_open(cut)) == (0, False)
+    assert excerpt_of(whole, Selection(answer_only=True)).blocks == [Block(whole, 5, 7)]
 
 
 # -- provenance ------------------------------------------------------------------------------------------------------
@@ -523,8 +519,8 @@ def test_what_a_composition_ends_with_is_what_its_last_block_ends_with() -> None
 
 def test_spans_say_what_each_token_is_and_where_it_comes_from_through_every_composition() -> None:
     """Field case 68."""
-    inner = composed(read("a", 10), [part_of(MIXED, Selection(spans=((4, 6), (8, 13))))])
-    outer = composed(handle_of(("system", "", [7, 8], "be long")), [part_of(inner, Selection(spans=((3, 10),)))])
+    inner = composed(read("a", 10), [excerpt_of(MIXED, Selection(spans=((4, 6), (8, 13))))])
+    outer = composed(handle_of(("system", "", [7, 8], "be long")), [excerpt_of(inner, Selection(spans=((3, 10),)))])
     assert kinds(outer) == [
         (0, 2, "system", ""),
         (2, 3, "prompt", "a"),
@@ -554,7 +550,7 @@ def test_spans_cover_every_token_once_however_deep_it_lies(data: st.DataObject) 
         base, other = data.draw(st.sampled_from(handles)), data.draw(st.sampled_from(handles))
         cuts = sorted(data.draw(st.sets(st.integers(0, other.num_tokens), min_size=2, max_size=6)))
         spans = tuple(zip(cuts[::2], cuts[1::2], strict=False))
-        handles.append(composed(base, [part_of(other, Selection(kinds=EVERY_KIND, spans=spans))]))
+        handles.append(composed(base, [excerpt_of(other, Selection(kinds=EVERY_KIND, spans=spans))]))
     for handle in handles:
         at = 0
         for span in handle.spans:
@@ -571,7 +567,7 @@ def test_spans_cover_every_token_once_however_deep_it_lies(data: st.DataObject) 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 @pytest.mark.parametrize("trip", TRIPS)
-def test_every_trip_gives_an_equal_recipe_back(trip: str, name: str) -> None:
+def test_every_trip_gives_an_equal_provenance_back(trip: str, name: str) -> None:
     handle = DIFFERENT[name]()
     back = TRIPS[trip](handle)
     assert type(back) is KVHandle
@@ -594,7 +590,7 @@ def long_handle(source: str, num_tokens: int) -> KVHandle:
 
 
 def test_a_part_of_a_long_handle_survives_although_it_is_short_itself() -> None:
-    handle = composed(read("a", 10), [part_of(long_handle("b", 600_000), Selection(answer_only=True))])
+    handle = composed(read("a", 10), [excerpt_of(long_handle("b", 600_000), Selection(answer_only=True))])
     assert handle.num_tokens == 5
     assert KVHandle.from_dict(handle.to_dict()) == handle
 
@@ -603,7 +599,7 @@ def nested(depth: int) -> KVHandle:
     """Two parts of a composition of two parts of a composition ..."""
     handle = read("a", 10, 11, 12)
     for _ in range(depth):
-        handle = composed(read("b", 20), [part_of(handle, Selection(spans=((3, 4), (5, 6))))])
+        handle = composed(read("b", 20), [excerpt_of(handle, Selection(spans=((3, 4), (5, 6))))])
     return handle
 
 
@@ -627,6 +623,11 @@ def packed(rows: Any) -> str:
     return b64encode(zlib.compress(json.dumps(rows).encode())).decode()
 
 
+def packed_rows(handle: KVHandle) -> str:
+    """What a source handle's segments are in the packed form of another one."""
+    return packed(rows_of(handle)["rows"])
+
+
 FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "weight": lambda plain: plain["blocks"][0].__setitem__(3, 3.0),
     "weight nan": lambda plain: plain["blocks"][0].__setitem__(3, NAN),
@@ -638,7 +639,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "begin": lambda plain: plain["blocks"][0].__setitem__(1, 4),
     "begin below": lambda plain: plain["blocks"][0].__setitem__(1, -1),
     "end": lambda plain: plain["blocks"][0].__setitem__(2, 4),
-    "end behind": lambda plain: plain["blocks"][0].__setitem__(2, 1 << 60),
+    "end after it": lambda plain: plain["blocks"][0].__setitem__(2, 1 << 60),
     "huge number": lambda plain: plain["blocks"][0].__setitem__(0, 1 << 70),
     "other number": lambda plain: plain["blocks"][0].__setitem__(0, 7),
     "number below": lambda plain: plain["blocks"][0].__setitem__(0, -1),
@@ -655,17 +656,22 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "repair text": lambda plain: plain.update(repair="boundary"),
     "nothing": lambda plain: plain.clear(),
 }
-ORIGIN_FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "no source_handles": lambda content: content["source_handles"].clear(),
-    "source_handles none": lambda content: content.update(source_handles=None),
-    "origin text": lambda content: content.update(source_handles=["kv-1"]),
-    "other origin": lambda content: content.update(
-        source_handles=rows_of(composed(read("a", 10), [part_of(read("c", 20, 21), WHOLE)]))["source_handles"]
+SOURCE_FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no sources": lambda content: content["sources"].clear(),
+    "sources none": lambda content: content.update(sources=None),
+    "source text": lambda content: content.update(sources=["kv-1"]),
+    "other source": lambda content: content.update(
+        sources=rows_of(composed(read("a", 10), [excerpt_of(read("c", 20, 21), WHOLE)]))["sources"]
     ),
-    "fewer tokens": lambda content: content["source_handles"][0].__setitem__(1, read("b", 20).to_dict()["tokens"]),
-    "other rows": lambda content: content["source_handles"][0].__setitem__(2, packed([])),
+    "fewer tokens": lambda content: content["sources"][0].__setitem__(1, read("b", 20).to_dict()["tokens"]),
+    "other rows": lambda content: content["sources"][0].__setitem__(2, packed([])),
     "no rows": lambda content: content.pop("rows"),
-    "rows only": lambda content: content.pop("source_handles"),
+    "rows only": lambda content: content.pop("sources"),
+    "no version": lambda content: content.pop("version"),
+    "version none": lambda content: content.update(version=None),
+    "version text": lambda content: content.update(version="2"),
+    "version float": lambda content: content.update(version=2.0),
+    "version 1": lambda content: content.update(version=1),
 }
 
 
@@ -679,43 +685,62 @@ def test_an_edited_composition_is_refused(name: str) -> None:
         KVHandle.from_dict(handle.to_dict() | {"segments": packed(rows)})
 
 
-@pytest.mark.parametrize("name", ORIGIN_FORGERIES)
-def test_an_edited_origin_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", SOURCE_FORGERIES)
+def test_an_edited_source_or_version_is_refused(name: str) -> None:
     handle = a_composition(repair=Repair(0.5))
     content = rows_of(handle)
-    ORIGIN_FORGERIES[name](content)
+    SOURCE_FORGERIES[name](content)
     with pytest.raises(HandleError):
         KVHandle.from_dict(handle.to_dict() | {"segments": packed(content)})
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_the_form_before_versions_is_read(name: str) -> None:
+    """A list of rows, or, of what was composed, `origins` and rows."""
+    handle = DIFFERENT[name]()
+    content = rows_of(handle)
+    earlier = {"origins": content["sources"], "rows": content["rows"]} if content["sources"] else content["rows"]
+    read_again = KVHandle.from_dict(handle.to_dict() | {"segments": packed(earlier)})
+    assert read_again == handle
+    assert read_again.to_dict() == handle.to_dict()
+
+
+@pytest.mark.parametrize("version", [3, 1 << 40])
+def test_a_packed_form_of_a_newer_version_is_refused_with_what_to_do(version: int) -> None:
+    data = read("a", 10).to_dict()
+    with pytest.raises(HandleError, match=rf"newer version of langgraph-latent.*version {version}.*[Uu]pgrade"):
+        KVHandle.from_dict(data | {"segments": packed({"version": version, "something": "else"})})
 
 
 @pytest.mark.parametrize("other", [read("b", 20, model="ab" * 16), read("b", 20, tenant="acme")])
 def test_blocks_of_another_model_or_tenant_are_refused(other: KVHandle) -> None:
     with pytest.raises(HandleError, match="another model or tenant"):
-        composed(read("a", 10), [part_of(other, WHOLE)])
+        composed(read("a", 10), [excerpt_of(other, WHOLE)])
 
 
 def test_more_or_fewer_latent_steps_are_refused() -> None:
     handle = DIFFERENT["thought"]()
-    rows = rows_of(handle)
+    content = rows_of(handle)
+    rows = content["rows"]
     rows[-1][2] = 1
     with pytest.raises(HandleError):
-        KVHandle.from_dict(handle.to_dict() | {"segments": packed(rows)})
+        KVHandle.from_dict(handle.to_dict() | {"segments": packed(content)})
     tokens = handle_of(("prompt", "a", [*handle.token_ids, 0], "")).to_dict()["tokens"]
     rows[-1][2] = 3
     with pytest.raises(HandleError, match="altered"):
-        KVHandle.from_dict(handle.to_dict() | {"tokens": tokens, "segments": packed(rows)})
+        KVHandle.from_dict(handle.to_dict() | {"tokens": tokens, "segments": packed(content)})
     rows[-1][2] = MAX_TOKENS * 1000
     with pytest.raises(HandleError):
-        KVHandle.from_dict(handle.to_dict() | {"segments": packed(rows)})
+        KVHandle.from_dict(handle.to_dict() | {"segments": packed(content)})
 
 
-def content_of(source_handles: list[Any]) -> dict[str, Any]:
+def content_of(sources: list[Any]) -> dict[str, Any]:
     plain = {"blocks": [[0, 3, 4, 1.0, None]], "repair": None}
-    return {"source_handles": source_handles, "rows": [["moved", "n", 6, [], "", plain]]}
+    return {"version": 2, "sources": sources, "rows": [["moved", "n", 6, [], "", plain]]}
 
 
 @pytest.mark.parametrize("number", [0, 1, -1])
-def test_an_origin_of_itself_or_of_a_later_one_is_refused(number: int) -> None:
+def test_a_source_of_itself_or_of_a_later_one_is_refused(number: int) -> None:
     plain = {"blocks": [[number, 0, 1, 1.0, None]], "repair": None}
     tokens, rows = read("b", 20).to_dict()["tokens"], packed([["moved", "n", 4, [], "", plain]])
     data = a_composition().to_dict() | {"segments": packed(content_of([[0, tokens, rows]] * 2))}
@@ -733,21 +758,21 @@ def peak_of(data: dict[str, Any]) -> int:
         tracemalloc.stop()
 
 
-def test_many_gigantic_origins_take_no_memory() -> None:
+def test_many_gigantic_sources_take_no_memory() -> None:
     bomb = b64encode(zlib.compress(b"\4" + bytes(4 * (MAX_TOKENS - 1)), 9)).decode()  # 16 MB in 16 kB
-    origin = [0, bomb, read("b", 20).to_dict()["segments"]]
-    data = a_composition().to_dict() | {"segments": packed(content_of([origin] * 100))}
+    source = [0, bomb, packed_rows(read("b", 20))]
+    data = a_composition().to_dict() | {"segments": packed(content_of([source] * 100))}
     assert peak_of(data) < 150 << 20
 
 
-def test_many_sound_origins_are_refused_before_they_take_memory() -> None:
-    inner = handle_of(("prompt", "b", [7] * (1 << 20), "b")).to_dict()
-    origin = [0, inner["tokens"], inner["segments"]]
-    data = a_composition().to_dict() | {"segments": packed(content_of([origin] * 100))}
+def test_many_sound_sources_are_refused_before_they_take_memory() -> None:
+    inner = handle_of(("prompt", "b", [7] * (1 << 20), "b"))
+    source = [0, inner.to_dict()["tokens"], packed_rows(inner)]
+    data = a_composition().to_dict() | {"segments": packed(content_of([source] * 100))}
     assert peak_of(data) < 150 << 20
 
 
-def test_an_origin_that_inflates_to_gigabytes_is_refused() -> None:
+def test_a_source_that_inflates_to_gigabytes_is_refused() -> None:
     bomb = b64encode(zlib.compress(b"[" + b" " * (200 << 20) + b"]", 9)).decode()
     data = a_composition().to_dict() | {"segments": packed(content_of([[0, read("b", 20).to_dict()["tokens"], bomb]]))}
     assert peak_of(data) < 50 << 20
@@ -767,5 +792,5 @@ def test_a_loop_of_fan_outs_and_merges_grows_by_what_each_round_adds() -> None:
 def test_blocks_of_blocks_of_blocks_are_refused_before_they_exhaust_the_stack() -> None:
     assert nested(MAX_DEPTH).depth == MAX_DEPTH
     assert KVHandle.from_dict(nested(MAX_DEPTH).to_dict()) == nested(MAX_DEPTH)
-    with pytest.raises(HandleError, match="read what is inherited anew"):
+    with pytest.raises(HandleError, match="re-read what is inherited"):
         nested(MAX_DEPTH + 1)

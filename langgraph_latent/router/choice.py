@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
+from langgraph_latent import public
 from langgraph_latent.errors import RouteError
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.router.codes import DecisionCode
+from langgraph_latent.router.composed import needs_packed_attention
 from langgraph_latent.router.policy import EdgePolicy, Route, names_of
 from langgraph_latent.router.rates import Cost, Rates
 from langgraph_latent.spec.compat import Compatibility, Difference, Level
@@ -62,6 +64,7 @@ class Situation(NamedTuple):
 
 
 @dataclass(frozen=True)
+@public
 class RouteDecision:
     """How an edge is served and why. `code` is for programs (`router/codes.py`), `reason` for people."""
 
@@ -274,7 +277,7 @@ def facts_of(handle: KVHandle, receiver: ModelSpec) -> Facts:
     """What is known from a handle and a receiver's spec alone."""
     capabilities = receiver.capabilities
     move_refusal = capabilities.refusal("move") if handle.provenance_digest and handle.source_handles else ""
-    if handle.needs_rows and not move_refusal:
+    if needs_packed_attention(handle) and not move_refusal:
         move_refusal = capabilities.refusal("batch")
     return Facts(
         handle.num_tokens,

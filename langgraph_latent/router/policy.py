@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from langgraph_latent import public
 from langgraph_latent.checks import is_whole_number
 from langgraph_latent.errors import ConfigError
-from langgraph_latent.handle.provenance import Repair
+from langgraph_latent.handle.repair import Repair
 from langgraph_latent.spec.compat import Level
 
 
+@public
 class Route(str, Enum):
     """How a handle reaches its receiver."""
 
@@ -21,6 +23,7 @@ class Route(str, Enum):
 
 
 @dataclass(frozen=True)
+@public
 class EdgePolicy:
     """What an edge may do.
 

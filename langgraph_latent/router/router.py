@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from langgraph_latent import public
 from langgraph_latent.errors import ConfigError
 from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.router.composed import parts_of
 from langgraph_latent.router.policy import EdgePolicy, Route
 
 
+@public
 class EdgeRouter:
     """Policies by edge, an edge being (handle's source node, receiving node).
 
@@ -35,7 +38,7 @@ class EdgeRouter:
     def policy_for(self, handle: KVHandle, node: str) -> EdgePolicy:
         """The policy of a handle's edge; it allows nothing that the edge of one of its parts forbids."""
         policy = self.policy(handle.source, node)
-        for part in handle.parts:
+        for part in parts_of(handle):
             other = self.policy(part.source, node)
             policy = replace(
                 policy,

@@ -9,9 +9,11 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
 
+from langgraph_latent import public
 from langgraph_latent.spec.spec import NO_IDENTITY, LayerSpec, ModelSpec
 
 
+@public
 class Level(IntEnum):
     """The exactness ladder: a smaller level promises more."""
 
@@ -50,6 +52,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
+@public
 class Compatibility:
     """The best level that could be reached between two models, and every field that stands in the way of a better.
 
@@ -70,6 +73,7 @@ class Compatibility:
         return self.level is Level.SIBLING and not any(difference.is_known for difference in self.differences)
 
 
+@public
 def compare(a: ModelSpec, b: ModelSpec) -> Compatibility:
     """Compare a sender's model with a receiver's, field by field.
 

@@ -10,6 +10,8 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from langgraph_latent import public
+
 SCHEMA_VERSION = 4
 
 
@@ -84,6 +86,7 @@ NO_IDENTITY = ("name", "capabilities", "sketch", "config_fields")
 
 
 @dataclass(frozen=True)
+@public
 class ModelSpec:
     """Identity of a resident model. Two specs with equal `identity` may share KV caches bit for bit.
 

@@ -9,18 +9,11 @@ from collections.abc import Sequence
 
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import ConfigError, ModelMismatchError, TemplateError
-from langgraph_latent.handle.compose import (
-    EVERY_KIND,
-    WHOLE,
-    Selection,
-    behind,
-    composed,
-    merge,
-    part_of,
-    system_prefix_of,
-)
-from langgraph_latent.handle.handle import KVHandle, Message
-from langgraph_latent.handle.provenance import Repair
+from langgraph_latent.handle.compose import compose_after, composed, merge, repaired, system_prefix_of
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.message import Message
+from langgraph_latent.handle.repair import Repair
+from langgraph_latent.handle.selection import EVERY_KIND, WHOLE, Selection, excerpt_of
 from langgraph_latent.kv.scorers import budget_spans
 from langgraph_latent.prompt.template import TemplateInputs
 from langgraph_latent.workspace.workspace import LatentWorkspace
@@ -48,19 +41,19 @@ def compose_handles(
         if handle.model != model.spec.identity:
             raise ModelMismatchError(f"handle {handle.id} is of another model than {model.spec.name!r}; re-read it")
     if system is None and select is None:
-        return merge(handles, repair=repair)
+        return repaired(merge(handles), repair)
     selections = _selections(select, handles, model)
     prefix = (
         system_prefix_of(handles[0])
         if system is None
         else system_prefix(system, model, template_inputs, workspace.tenant)
     )
-    return behind(prefix, handles, selections, repair)
+    return repaired(compose_after(prefix, handles, selections), repair)
 
 
 def system_prefix(system: Message, model: ResidentModel, template_inputs: TemplateInputs, tenant: str = "") -> KVHandle:
     """The handle of a system prompt alone. Raises `TemplateError` where the template does not set it apart."""
-    tokens = model.prompts.head([system], template_inputs)
+    tokens = model.prompts.system_prefix([system], template_inputs)
     if not tokens:
         raise TemplateError(
             f"the chat template of {model.spec.name!r} does not part a system message from what follows; leave it out"
@@ -81,7 +74,7 @@ def within_budget(
     if num_tokens >= handle.num_tokens:
         return handle
     spans = budget_spans(workspace.whole_state_of(handle, model), num_tokens, sinks=sinks, window=window)
-    kept = part_of(handle, Selection(kinds=EVERY_KIND, spans=spans))
+    kept = excerpt_of(handle, Selection(kinds=EVERY_KIND, spans=spans))
     return composed(KVHandle.root(handle.model, handle.tenant), [kept])
 
 

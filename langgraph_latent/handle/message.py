@@ -1,0 +1,59 @@
+"""What the tokens of a handle say, as plain data: chat messages, and the spans of tokens that they belong to.
+
+It knows no handles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from langgraph_latent.errors import HandleError
+
+Message = dict[str, Any]
+"""One chat message as plain data: `role`, `content` and, where present, `name`, `tool_calls`, `tool_call_id`."""
+
+
+class Span(NamedTuple):
+    """Tokens begin to end of a handle, of one kind and source, and their messages; what was composed is taken apart."""
+
+    begin: int
+    end: int
+    kind: str
+    source: str
+    messages: tuple[Message, ...]
+
+
+def copied(message: Message) -> Message:
+    """A copy of a message that nobody else changes, of what a checkpoint keeps of it.
+
+    Raises `HandleError` for a message without text under `role` and `content`.
+    """
+    return _copied(message)[0]
+
+
+def digested(head: str, messages: Sequence[Message], tail: bytes) -> tuple[tuple[Message, ...], str]:
+    """Copies of messages, and the SHA-256 of a head, these messages and a tail. Raises what `copied` raises."""
+    digest = hashlib.sha256(head.encode("utf-8", "surrogatepass"))
+    copies = []
+    for message in messages:
+        copy, canonical = _copied(message)
+        copies.append(copy)
+        digest.update(canonical)
+    digest.update(tail)
+    return tuple(copies), digest.hexdigest()
+
+
+def _copied(message: Message) -> tuple[Message, bytes]:
+    """A copy, and its bytes for a digest."""
+    role, content = message.get("role"), message.get("content")
+    if not (isinstance(role, str) and isinstance(content, str)):
+        raise HandleError("a handle's messages are mappings with text under `role` and `content`")
+    more = {name: value for name, value in message.items() if name not in ("role", "content")}
+    kept = json.loads(json.dumps(more)) if more else more
+    parts = (role, json.dumps(kept, sort_keys=True) if kept else "", content)
+    texts = [part.encode("utf-8", "surrogatepass") for part in parts]
+    sizes = " ".join(str(len(text)) for text in texts)
+    return {"role": role, "content": content, **kept}, b" ".join([sizes.encode(), *texts])
