@@ -14,7 +14,8 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LanguageModelInput
+from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models import LanguageModelInput as Messages
 from langchain_core.language_models.chat_models import LangSmithParams
 from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage, SystemMessage
@@ -23,6 +24,7 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from transformers import StoppingCriteriaList
 
+from langgraph_latent import public
 from langgraph_latent.checks import check_names, check_whole_number
 from langgraph_latent.engine.loader import ModelKey
 from langgraph_latent.engine.model import ResidentModel
@@ -30,33 +32,27 @@ from langgraph_latent.engine.sampling import Sampling
 from langgraph_latent.engine.scheduler import MAX_BATCH, Limits
 from langgraph_latent.errors import ConfigError, UnsupportedLayerError
 from langgraph_latent.event_loop import in_thread, iterate_in_thread
-from langgraph_latent.handle.compose import Selection
 from langgraph_latent.handle.handle import KVHandle
-from langgraph_latent.handle.provenance import Repair
+from langgraph_latent.handle.repair import Repair
+from langgraph_latent.handle.selection import Selection
 from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.scorers import SINKS, WINDOW, check_budget
-from langgraph_latent.messages import (
-    call_site_of,
-    plain_message,
-    prompt_messages,
-    reply_chunks,
-    reply_result,
-    with_concurrency,
-)
-from langgraph_latent.prompt.answer import Part
+from langgraph_latent.messages import batch_config, call_site, plain_message, plain_prompt, reply_chunks, reply_result
+from langgraph_latent.prompt.answer import AnswerPart
 from langgraph_latent.prompt.grammar import check_grammars, has_grammars
 from langgraph_latent.prompt.template import TemplateInputs
 from langgraph_latent.spec.spec import ModelSpec
-from langgraph_latent.tools import TOOL_OPTIONS, CallTools, Tool, openai_tools, parsed_answers, response_format_of
+from langgraph_latent.tools import TOOL_OPTIONS, CallTools, Tool, openai_tools, structured_answers
 from langgraph_latent.workspace.composition import compose_handles, within_budget
+from langgraph_latent.workspace.decoding import AnswerOptions
+from langgraph_latent.workspace.files import export, ingest
 from langgraph_latent.workspace.generation import Generation
 from langgraph_latent.workspace.lease import ModelLease
-from langgraph_latent.workspace.delivery import Request
+from langgraph_latent.workspace.request import Request
 from langgraph_latent.workspace.workspace import LatentWorkspace
 
 Config = RunnableConfig | None
 Inherited = KVHandle | AIMessage | Sequence[KVHandle | AIMessage] | None
-Messages = LanguageModelInput
 Options = Mapping[str, Any]
 Run = CallbackManagerForLLMRun | None
 AsyncRun = AsyncCallbackManagerForLLMRun | None
@@ -68,6 +64,7 @@ THINK_STEPS = 20
 """Latent steps that `think` takes by default."""
 
 
+@public
 class ChatLatent(BaseChatModel):
     """A local Hugging Face model as a chat model whose answers come with a handle of their KV cache.
 
@@ -132,8 +129,7 @@ class ChatLatent(BaseChatModel):
 
     @model_validator(mode="after")
     def _possible_options(self) -> ChatLatent:
-        self._sampling({}, None)
-        self._limits({})
+        self.check_options({})
         return self
 
     def __copy__(self) -> ChatLatent:
@@ -158,7 +154,7 @@ class ChatLatent(BaseChatModel):
 
     def resident(self) -> ResidentModel:
         """The model in memory, shared by the process; loads it if need be."""
-        return self._loaded_workspace().model(self._lease.key)
+        return self._loaded_workspace().models.get(self._lease.key)
 
     @property
     def spec(self) -> ModelSpec:
@@ -214,7 +210,7 @@ class ChatLatent(BaseChatModel):
             raise UnsupportedLayerError(f"{self.model!r} can't take latent steps: {refusal}; use read()")
         plain, options = self._convert_input(messages).to_messages(), {"inherit": inherit}
         request = self._request(plain, options, CallTools.of(options), config, reply=bool(steps))
-        generation = Generation(self._loaded_workspace(), self.resident(), request, limits)
+        generation = Generation(self._loaded_workspace().services, self.resident(), request, limits)
         return generation.think(steps) if steps else generation.read()
 
     def compose(
@@ -268,14 +264,14 @@ class ChatLatent(BaseChatModel):
 
         Tensors that are gone are rebuilt first. Raises `HandleError` (`ModelMismatchError` for another model's).
         """
-        return self._loaded_workspace().export(handle, self.resident(), path)
+        return export(self._loaded_workspace().services, handle, self.resident(), path)
 
     def ingest_kv_cache(self, source: str | Path | bytes) -> KVHandle:
         """Take an exported file or byte string into the workspace, after verifying every part of it.
 
         Raises `CodecError` for anything damaged, altered or made by another model; then nothing of it was used.
         """
-        return self._loaded_workspace().ingest(source, self.resident(), call_site_of(None))
+        return ingest(self._loaded_workspace().services, source, self.resident(), call_site(None))
 
     def get_token_ids(self, text: str) -> list[int]:
         """The model's own token ids of a text, without special tokens."""
@@ -297,7 +293,7 @@ class ChatLatent(BaseChatModel):
         parallel_tool_calls: bool | None = None,
         strict: bool | None = None,
         **kwargs: Any,
-    ) -> Runnable[LanguageModelInput, AIMessage]:
+    ) -> Runnable[Messages, AIMessage]:
         """The chat model with tools in its prompt, whose replies have `tool_calls`.
 
         Args:
@@ -324,7 +320,7 @@ class ChatLatent(BaseChatModel):
         include_raw: bool = False,
         strict: bool | None = None,
         **kwargs: Any,
-    ) -> Runnable[LanguageModelInput, Any]:
+    ) -> Runnable[Messages, Any]:
         """The chat model with answers of a schema (Pydantic class, TypedDict class or JSON schema).
 
         Decoding is constrained to the schema, so an answer that is not cut by `max_tokens` always parses. Needs the
@@ -345,10 +341,7 @@ class ChatLatent(BaseChatModel):
                 raise ConfigError(f"with_structured_output takes no {name!r}; give call options to invoke()")
             return super().with_structured_output(schema, include_raw=include_raw)
         check_names(NO_OPTION, kwargs, CALL_OPTIONS)
-        traced = {"kwargs": {"method": method}, "schema": schema}
-        form = response_format_of(schema, method)
-        llm = self.bind(response_format=form, ls_structured_output_format=traced, **kwargs)
-        return parsed_answers(llm, schema, include_raw=include_raw)
+        return structured_answers(self, schema, method, include_raw=include_raw, options=kwargs)
 
     # -- LangChain's contract -------------------------------------------------------------------------------------
 
@@ -395,11 +388,11 @@ class ChatLatent(BaseChatModel):
 
     def batch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[AIMessage]:
         """`invoke` for several inputs at a time: as many as share one model call, unless `max_concurrency` is given."""
-        return super().batch(inputs, with_concurrency(config, MAX_BATCH), **kwargs)
+        return super().batch(inputs, batch_config(config, MAX_BATCH), **kwargs)
 
     def batch_as_completed(self, inputs: Any, config: Any = None, **kwargs: Any) -> Any:
         """`batch`, each answer with its index as soon as it is there."""
-        return super().batch_as_completed(inputs, with_concurrency(config, MAX_BATCH), **kwargs)
+        return super().batch_as_completed(inputs, batch_config(config, MAX_BATCH), **kwargs)
 
     def _generate(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Run = None, **kwargs: Any
@@ -441,21 +434,22 @@ class ChatLatent(BaseChatModel):
 
     def _answer(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, options: Options, limits: Limits
-    ) -> tuple[Generation, Iterator[Part]]:
+    ) -> tuple[Generation, Iterator[AnswerPart]]:
         """A generation, and the parts of its answer as they come."""
         check_names(NO_OPTION, options, CALL_OPTIONS)
         sampling, tools = self._sampling(options, stop), CallTools.of(options)
         request = self._request(messages, options, tools, None, reply=True)
-        generation = Generation(self._loaded_workspace(), self.resident(), request, limits)
+        generation = Generation(self._loaded_workspace().services, self.resident(), request, limits)
         criteria = options.get("stopping_criteria")
-        return generation, generation.decode(
+        answer_options = AnswerOptions(
             sampling,
-            constraint=tools.constraint,
-            max_calls=tools.max_calls,
+            tools.constraint,
+            tools.max_calls,
             processors=options.get("logits_processor") or (),
             criteria=StoppingCriteriaList(criteria) if criteria else None,
             streamer=options.get("streamer"),
         )
+        return generation, generation.decode(answer_options)
 
     def check_options(self, options: Options) -> None:
         """Raise `ConfigError` for a per-call option that does not exist or has an impossible value."""
@@ -475,11 +469,11 @@ class ChatLatent(BaseChatModel):
     def _request(
         self, messages: Sequence[BaseMessage], options: Options, tools: CallTools, config: Config, *, reply: bool
     ) -> Request:
-        plain = prompt_messages(messages, tools.asked_schema, has_tools=bool(tools.shown))
+        plain = plain_prompt(messages, tools.asked_schema, has_tools=bool(tools.shown))
         template_options = {**self.template_options, **(options.get("template_options") or {})}
         template_inputs = TemplateInputs(tools.shown, template_options)
         handles = self._handles_of(options.get("inherit"))
-        return Request(plain, template_inputs, handles, reply, self.reuse, call_site_of(config))
+        return Request(plain, template_inputs, handles, reply, self.reuse, call_site(config))
 
     def _handles_of(self, inherit: Inherited) -> list[KVHandle]:
         """Handles, for replies the ones that they have."""
@@ -492,6 +486,6 @@ class ChatLatent(BaseChatModel):
         profile = self._own_profile if self._lease.workspace is None else None
         workspace = self._lease.begin(self.workspace, key, probe=self.probe)
         if profile is not None and profile is self.profile:
-            limit = workspace.model(self._lease.key).spec.max_positions
+            limit = workspace.models.get(self._lease.key).spec.max_positions
             self.profile = self._own_profile = {**profile, "max_input_tokens": limit} if limit else profile
         return workspace

@@ -27,8 +27,8 @@ from langchain_core.runnables.config import ensure_config
 
 from langgraph_latent.errors import PromptError
 from langgraph_latent.events import CallSite
-from langgraph_latent.handle.handle import Message
-from langgraph_latent.prompt.answer import Call, InvalidCall, Part, Reasoning, Text
+from langgraph_latent.handle.message import Message
+from langgraph_latent.prompt.answer import AnswerPart, Call, InvalidCall, Reasoning, Text
 from langgraph_latent.workspace.generation import Generation
 
 ROLES = {
@@ -83,7 +83,7 @@ def plain_message(message: BaseMessage) -> Message:
     return plain
 
 
-def prompt_messages(
+def plain_prompt(
     messages: Iterable[BaseMessage], schema: Mapping[str, Any] | None = None, *, has_tools: bool = False
 ) -> list[Message]:
     """Messages as plain data, with a request for JSON of a schema at their end, where it disturbs no cached prefix.
@@ -101,7 +101,7 @@ def prompt_messages(
     return [*plain, {"role": "user", "content": text}]
 
 
-def call_site_of(config: RunnableConfig | None) -> CallSite:
+def call_site(config: RunnableConfig | None) -> CallSite:
     """Where in a graph this call happens, from the metadata that LangGraph puts into a run's config."""
     config = ensure_config(config)
     metadata = config.get("metadata") or {}
@@ -110,18 +110,18 @@ def call_site_of(config: RunnableConfig | None) -> CallSite:
     return CallSite(str(metadata.get("langgraph_node") or ""), str(thread_id or ""), str(run_id or ""))
 
 
-def with_concurrency(config: Any, num_calls: int) -> Any:
+def batch_config(config: Any, num_calls: int) -> Any:
     """The config of a batch, or one for each input; without `max_concurrency` it runs `num_calls` at a time."""
     if isinstance(config, Sequence):
-        return [with_concurrency(each, num_calls) for each in config]
+        return [batch_config(each, num_calls) for each in config]
     return {**(config or {}), "max_concurrency": (config or {}).get("max_concurrency") or num_calls}
 
 
-def reply_result(generation: Generation, parts: Iterable[Part], model: str) -> ChatResult:
+def reply_result(generation: Generation, parts: Iterable[AnswerPart], model: str) -> ChatResult:
     """The answer of a generation when all of its parts have come, by the name of its model."""
     for _ in parts:
         pass
-    answer = generation.answer
+    answer = generation.decoding.answer
     message = AIMessage(
         answer.text,
         additional_kwargs={"reasoning_content": answer.reasoning} if answer.reasoning else {},
@@ -135,7 +135,7 @@ def reply_result(generation: Generation, parts: Iterable[Part], model: str) -> C
     return ChatResult(generations=[ChatGeneration(message=message)])
 
 
-def reply_chunks(generation: Generation, parts: Iterable[Part], model: str) -> Iterator[ChatGenerationChunk]:
+def reply_chunks(generation: Generation, parts: Iterable[AnswerPart], model: str) -> Iterator[ChatGenerationChunk]:
     """The parts of an answer as they come, then an empty chunk with what `reply_result` has beside the content."""
     num_calls = 0
     for part in parts:
@@ -146,7 +146,7 @@ def reply_chunks(generation: Generation, parts: Iterable[Part], model: str) -> I
     yield ChatGenerationChunk(message=last)
 
 
-def _chunk(part: Part, index: int) -> AIMessageChunk:
+def _chunk(part: AnswerPart, index: int) -> AIMessageChunk:
     """A part of an answer; `index` counts its tool calls."""
     if isinstance(part, Text):
         return AIMessageChunk(content=part.text)
@@ -162,8 +162,8 @@ def _chunk(part: Part, index: int) -> AIMessageChunk:
 
 
 def _usage(generation: Generation) -> UsageMetadata:
-    num_read, num_written = generation.num_prompt_tokens, len(generation.sampled)
-    num_reasoning = generation.num_reasoning_tokens
+    num_read, num_written = generation.num_prompt_tokens, len(generation.decoding.sampled)
+    num_reasoning = generation.decoding.num_reasoning_tokens
     return UsageMetadata(
         input_tokens=num_read,
         output_tokens=num_written,
@@ -177,7 +177,7 @@ def _metadata(generation: Generation, model: str) -> dict[str, Any]:
     return {
         "model_name": model,
         "model_provider": "langgraph-latent",
-        "finish_reason": generation.finish_reason,
+        "finish_reason": generation.decoding.finish_reason,
         "kv_handle": generation.handle.id,
         "kv_route": generation.decision.to_dict(),
     }

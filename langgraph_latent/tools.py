@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+from langchain_core.language_models import BaseChatModel
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
@@ -67,18 +68,24 @@ def openai_tools(tools: Iterable[Tool], *, strict: bool | None = None) -> list[d
     return [convert_to_openai_tool(tool, strict=strict) for tool in tools]
 
 
-def response_format_of(schema: dict[str, Any] | type, method: str) -> dict[str, Any]:
-    """The `response_format` that asks for a schema by "json_schema" or "json_mode"; `ConfigError` for others."""
-    if method == "json_mode":
-        return {**ANY_JSON}
-    if method != "json_schema":
-        raise ConfigError(f"method={method!r} is unknown; known methods: function_calling, json_schema, json_mode")
-    as_json = convert_to_json_schema(schema)
-    return {"type": "json_schema", "json_schema": {"name": as_json["title"], "schema": as_json}}
+def structured_answers(
+    chat: BaseChatModel,
+    schema: dict[str, Any] | type,
+    method: str,
+    *,
+    include_raw: bool,
+    options: Mapping[str, Any],
+) -> Runnable[Any, Any]:
+    """A chat model whose answers are JSON by "json_schema" or "json_mode", parsed; bound to `options` too.
 
-
-def parsed_answers(llm: Runnable[Any, Any], schema: dict[str, Any] | type, *, include_raw: bool) -> Runnable[Any, Any]:
-    """A model's answers, parsed; with `include_raw` a dict of `raw`, `parsed` and `parsing_error`."""
+    With `include_raw` it answers with a dict of `raw`, `parsed` and `parsing_error`. Raises `ConfigError` for another
+    method.
+    """
+    llm = chat.bind(
+        response_format=_response_format(schema, method),
+        ls_structured_output_format={"kwargs": {"method": method}, "schema": schema},
+        **options,
+    )
     parser: Any = JsonOutputParser()
     if isinstance(schema, type) and issubclass(schema, BaseModel):
         parser = PydanticOutputParser(pydantic_object=schema)
@@ -87,6 +94,15 @@ def parsed_answers(llm: Runnable[Any, Any], schema: dict[str, Any] | type, *, in
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=llm) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+
+def _response_format(schema: dict[str, Any] | type, method: str) -> dict[str, Any]:
+    if method == "json_mode":
+        return {**ANY_JSON}
+    if method != "json_schema":
+        raise ConfigError(f"method={method!r} is unknown; known methods: function_calling, json_schema, json_mode")
+    as_json = convert_to_json_schema(schema)
+    return {"type": "json_schema", "json_schema": {"name": as_json["title"], "schema": as_json}}
 
 
 def _constraint(shown: list[dict[str, Any]], choice: Any, schema: Mapping[str, Any] | None) -> Constraint | None:

@@ -34,7 +34,7 @@ class ModelLease:
             if self.workspace is None:
                 self.key = self.key if self.key.name else key.canonical()
                 owner = workspace or LatentWorkspace.default()
-                owner.use_model(self.key, probe=probe)
+                owner.models.use(self.key, probe=probe)
                 self.workspace = owner
             return self.workspace
 
@@ -43,5 +43,5 @@ class ModelLease:
         with self._lock:
             self._is_ended = True
             if self.workspace is not None:
-                self.workspace.leave_model(self.key)
+                self.workspace.models.leave(self.key)
                 self.workspace = None
