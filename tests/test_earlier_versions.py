@@ -1,7 +1,7 @@
 """What version 0.1 wrote is read and continued: a checkpoint and two exports. Public names keep their address.
 
-`fixtures/version_0_1` was written by that version: a tiny model, a run interrupted before node "writer", exports of a plain
-and of a merged handle, and what came next.
+That version wrote `fixtures/version_0_1`: a tiny model, a run that was interrupted before node "writer", exports of a
+plain and of a merged handle, and what came next.
 """
 
 from __future__ import annotations

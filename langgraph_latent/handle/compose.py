@@ -129,7 +129,7 @@ def _continues(other: KVHandle, handle: KVHandle) -> bool:
 
 
 def _new_in(handle: KVHandle, selection: Selection, begin: int) -> Excerpt:
-    """What a selection takes from `begin` on, be it nothing; of the handle as a whole it must take something."""
+    """What a selection takes from `begin` on, be it nothing; of all of the handle it must take something."""
     return excerpt_if_any(handle, selection, begin) if excerpt_of(handle, selection).blocks else Excerpt([], [])
 
 

@@ -164,7 +164,7 @@ class Segment:
         inputs_digest: str = "",
         provenance: Provenance | None = None,
     ) -> Segment:
-        """Make a segment of packed `tokens`. Raises `HandleError` for an unknown kind, or a provenance of another."""
+        """A segment of packed `tokens`. Raises `HandleError` for an unknown kind or a provenance that does not fit."""
         if kind not in SEGMENT_KINDS:
             raise HandleError(f"unknown segment kind {kind!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
         _check_provenance(kind, tokens, provenance)
@@ -209,7 +209,7 @@ class KVHandle:
     """A recipe for one sequence's KV cache, and the promise that it can be had.
 
     Attributes:
-        id: digest of model, tenant and every segment; equal recipes have equal ids.
+        id: digest of model, tenant and every segment.
         model: identity digest of the `ModelSpec` the cache belongs to.
         tenant: who may use it; the empty string where tenants are not used.
         nbytes: size of the cache's keys and values when the handle was made, in bytes.
@@ -492,5 +492,5 @@ def _cut(tokens: bytes, parts: Iterable[Sequence[Any]]) -> tuple[Segment, ...]:
         segments.append(Segment.of(kind, source, tokens[position:end], *more))
         position = end
     if position != len(tokens):
-        raise HandleError(f"a handle's segments claim {position // TOKEN_BYTES} tokens; it was altered")
+        raise HandleError(f"a handle's segments claim {position // TOKEN_BYTES} tokens; use an unaltered copy")
     return tuple(segments)
