@@ -1,7 +1,7 @@
-"""What an answer's text says: text, reasoning and tool calls, told apart while it is written. Plain text and JSON only.
+"""An answer's parts, read while it is written: text, reasoning and tool calls. It knows plain text and JSON only.
 
-Reasoning goes by the marks in `REASONING`, calls by those in `TOOL_CALL_FORMATS`. A tokenizer that ships its own response template
-is read by that instead.
+Reasoning goes by the marks in `REASONING`, calls by those in `TOOL_CALL_FORMATS`. Where a tokenizer ships a response
+template of its own, that is used instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.message import Message
 from langgraph_latent.prompt.detokenizer import split_certain
 from langgraph_latent.prompt.template import ID_LETTERS, TemplateInputs
 from langgraph_latent.prompt.tool_calls import BARE, CALL_MARKS, JSON, MARKED, ToolCallFormat
@@ -45,21 +45,19 @@ class Call(NamedTuple):
 
 
 class InvalidCall(NamedTuple):
-    """Something that is marked as a tool call, whole, and can't be read as one."""
+    """All of something that is marked as a tool call and can't be read as one."""
 
     raw: str
     error: str
     id: str
 
 
-Part = Text | Reasoning | Call | InvalidCall
-
-
+AnswerPart = Text | Reasoning | Call | InvalidCall
 REASONING_MARKS = frozenset(mark for pair in REASONING for mark in pair)
 
 
 class Reader(Protocol):
-    """Takes an answer's text piece by piece, and tells its parts as soon as they are certain."""
+    """Takes an answer's text piece by piece, and gives its parts as soon as they are certain."""
 
     @property
     def is_reasoning(self) -> bool:
@@ -67,18 +65,18 @@ class Reader(Protocol):
 
     @property
     def closing(self) -> str:
-        """What will end the thinking aloud; "" where there is none, or its end is not known."""
+        """What will end the thinking aloud; "" where there is none, and where its end is not known."""
 
-    def push(self, text: str) -> list[Part]: ...
+    def push(self, text: str) -> list[AnswerPart]: ...
 
-    def flush(self) -> list[Part]: ...
+    def flush(self) -> list[AnswerPart]: ...
 
 
 class Answer:
     """An answer so far.
 
     Attributes:
-        text: what is said, without reasoning and tool calls.
+        text: the answer proper, without reasoning and tool calls.
         reasoning: what was thought aloud.
         calls, invalid_calls: tool calls.
     """
@@ -89,7 +87,7 @@ class Answer:
         self.calls: list[Call] = []
         self.invalid_calls: list[InvalidCall] = []
 
-    def add(self, part: Part) -> None:
+    def add(self, part: AnswerPart) -> None:
         if isinstance(part, Text):
             self.text += part.text
         elif isinstance(part, Reasoning):
@@ -101,7 +99,7 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """The answer as a plain chat message; what can't be read as a call stays in its text."""
+        """The answer as a plain chat message; calls that can't be read stay in its text."""
         text = "\n".join(part for part in (self.text, *(call.raw for call in self.invalid_calls)) if part)
         message: Message = {"role": "assistant", "content": text}
         if self.reasoning:
@@ -131,7 +129,7 @@ class AnswerReaders:
         return frozenset(token for text, token in self._added.items() if text in marks)
 
     def reader(self, prompt: str, template_inputs: TemplateInputs, seed: bytes) -> Reader:
-        """What tells an answer's parts apart.
+        """A reader of one answer.
 
         Args:
             prompt: the text before the answer, or its end.
@@ -147,8 +145,8 @@ class MarkReader:
     """Reads by the marks in `TOOL_CALL_FORMATS` and `REASONING`.
 
     Args:
-        tools: names of the tools that may be called; without any, nothing is taken for a call.
-        prompt: the text before the answer; where it ends in an opened reasoning block, the answer begins in it.
+        tools: names of the tools that may be called; without any, nothing is read as a call.
+        prompt: the text before the answer; where that opens a reasoning block, the answer begins in it.
         seed: what the ids of calls are made from.
     """
 
@@ -157,9 +155,9 @@ class MarkReader:
         self._ids = _call_ids(seed)
         self._rest = ""
         self._has_begun = False
-        self._skipped = ""  # what is dropped before the next text
+        self._skipped = ""  # letters to drop before the next text
         self._closing = _closing_of(prompt)
-        self._shape: ToolCallFormat | None = None
+        self._format: ToolCallFormat | None = None
 
     @property
     def is_reasoning(self) -> bool:
@@ -169,21 +167,21 @@ class MarkReader:
     def closing(self) -> str:
         return self._closing
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         self._rest += text
         return self._read(is_whole=False)
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerPart]:
         return self._read(is_whole=True)
 
-    def _read(self, is_whole: bool) -> list[Part]:
-        parts: list[Part] = []
+    def _read(self, is_whole: bool) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         while True:
             before = self._position
             if self._closing:
                 parts += self._reasoning(is_whole)
-            elif self._shape is not None:
-                parts += self._call(self._shape, is_whole)
+            elif self._format is not None:
+                parts += self._call(self._format, is_whole)
             else:
                 parts += self._text(is_whole)
             if before == self._position:
@@ -191,9 +189,9 @@ class MarkReader:
 
     @property
     def _position(self) -> tuple[int, str, ToolCallFormat | None, bool]:
-        return len(self._rest), self._closing, self._shape, self._has_begun
+        return len(self._rest), self._closing, self._format, self._has_begun
 
-    def _reasoning(self, is_whole: bool) -> list[Part]:
+    def _reasoning(self, is_whole: bool) -> list[AnswerPart]:
         if not self._has_begun:
             self._rest = self._rest.lstrip("\n")
             self._has_begun = bool(self._rest)
@@ -205,7 +203,7 @@ class MarkReader:
             piece, self._rest = self._certain((self._closing,), is_whole)
         return [Reasoning(piece)]
 
-    def _text(self, is_whole: bool) -> list[Part]:
+    def _text(self, is_whole: bool) -> list[AnswerPart]:
         if self._skipped:
             self._rest = self._rest.lstrip(self._skipped)
             self._skipped = "" if self._rest else self._skipped
@@ -222,17 +220,18 @@ class MarkReader:
                 openings += ["```", "[{"]
             if not is_whole and any(begin.startswith(start) for begin in openings):
                 return []
-        shapes = MARKED if self._tools else ()
-        marks = [shape.begin for shape in shapes]
-        found = [(at, shape) for shape in shapes if (at := self._rest.find(shape.begin)) >= 0]
+        formats = MARKED if self._tools else ()
+        marks = [each.begin for each in formats]
+        found = [(at, each) for each in formats if (at := self._rest.find(each.begin)) >= 0]
         if found:
-            at, shape = min(found, key=lambda pair: pair[0])
-            piece, self._rest, self._shape = self._rest[:at].rstrip(), self._rest[at + len(shape.begin) :], shape
+            at, call_format = min(found, key=lambda pair: pair[0])
+            piece, self._rest = self._rest[:at].rstrip(), self._rest[at + len(call_format.begin) :]
+            self._format = call_format
         else:
             piece, self._rest = self._certain(marks, is_whole)
-            if marks and not is_whole:  # white space before a call is not said
-                said = piece.rstrip()
-                piece, self._rest = said, piece[len(said) :] + self._rest
+            if marks and not is_whole:  # white space before a call is not text
+                text = piece.rstrip()
+                piece, self._rest = text, piece[len(text) :] + self._rest
         self._has_begun = self._has_begun or bool(piece.strip())
         return [Text(piece)]
 
@@ -240,8 +239,8 @@ class MarkReader:
         """What is left, without what at its end may begin one of the marks; and that end."""
         return (self._rest, "") if is_whole else split_certain(self._rest, marks)
 
-    def _bare(self, start: str, is_whole: bool) -> list[Part]:
-        """An answer that begins like JSON: calls of known tools as soon as they are whole, or just text."""
+    def _bare(self, start: str, is_whole: bool) -> list[AnswerPart]:
+        """An answer that begins like JSON: calls of known tools as soon as they are complete, else text."""
         size = len(start)
         try:
             if not start.startswith("`"):
@@ -258,25 +257,25 @@ class MarkReader:
         self._rest, self._skipped = start[size:], WHITE_SPACE + ";,"
         return [Call(*call, next(self._ids)) for call in calls]
 
-    def _call(self, shape: ToolCallFormat, is_whole: bool) -> list[Part]:
-        body, mark, rest = self._rest.partition(shape.end) if shape.end else (self._rest, "", "")
+    def _call(self, call_format: ToolCallFormat, is_whole: bool) -> list[AnswerPart]:
+        body, mark, rest = self._rest.partition(call_format.end) if call_format.end else (self._rest, "", "")
         if not mark and not is_whole:
             return []
-        self._rest, self._shape = rest, None
+        self._rest, self._format = rest, None
         self._has_begun, self._skipped = False, WHITE_SPACE
         try:
-            if shape.end and not mark:
-                JSON.decode(body)  # cut behind a complete call: only its closing mark is missing
-            return [Call(*call, next(self._ids)) for call in shape.calls(body)]
+            if call_format.end and not mark:
+                JSON.decode(body)  # cut after a complete call: only its closing mark is missing
+            return [Call(*call, next(self._ids)) for call in call_format.calls(body)]
         except ValueError as error:
-            return [InvalidCall(f"{shape.begin}{body}{mark}", str(error), next(self._ids))]
+            return [InvalidCall(f"{call_format.begin}{body}{mark}", str(error), next(self._ids))]
 
 
 class TemplateReader:
     """Reads by a tokenizer's own response template, through transformers' parser for it.
 
     Fields of `THINKING_FIELDS` are reasoning, `tool_calls` are calls, `content` is text. A call that the parser gives
-    up on is invalid, with all that comes behind it.
+    up on is invalid, with all that follows it.
     """
 
     def __init__(self, parser: Any, prompt: str, seed: bytes) -> None:
@@ -285,58 +284,58 @@ class TemplateReader:
         self._parser = parser
         self._ids = _call_ids(seed)
         self._text = ""
-        self._told = 0  # how much of the text the parser has told of
-        self._field, self._begin, self._said = "", 0, ""  # the region under way: where its mark begins, what it holds
+        self._num_read = 0  # letters of the text that are in the parser's events
+        self._field, self._begin, self._held = "", 0, ""  # the region under way: where its mark begins, what it holds
         self._error = ""
         self._parts(parser.initial_events)
-        self._said = ""
+        self._held = ""
 
-    def push(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        for letter in text:  # one at a time: where the parser gives up, it has told of all before
+    def push(self, text: str) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
+        for letter in text:  # one at a time: where the parser gives up, its events hold all before
             self._text += letter
             if not self._error:
                 parts += self._read(lambda letter=letter: self._parser.feed(letter))  # type: ignore[misc]
         return parts
 
-    def flush(self) -> list[Part]:
+    def flush(self) -> list[AnswerPart]:
         parts = [] if self._error else self._read(lambda: self._parser.finalize()[1])
         if self._error and self._field == "tool_calls":
             parts.append(InvalidCall(self._text[self._begin :], self._error, next(self._ids)))
-        elif self._error and self._told < len(self._text):
-            parts.append(Text(self._text[self._told :]))
+        elif self._error and self._num_read < len(self._text):
+            parts.append(Text(self._text[self._num_read :]))
         return parts
 
-    def _read(self, events: Callable[[], Iterable[Mapping[str, Any]]]) -> list[Part]:
+    def _read(self, events: Callable[[], Iterable[Mapping[str, Any]]]) -> list[AnswerPart]:
         try:
             return self._parts(events())
         except (ValueError, LookupError, RecursionError) as error:
             self._error = str(error)
             return []
 
-    def _parts(self, events: Iterable[Mapping[str, Any]]) -> list[Part]:
-        parts: list[Part] = []
+    def _parts(self, events: Iterable[Mapping[str, Any]]) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         kind = "region_open"
         for event in events:
             field, kind = event["field"], event["type"]
             self.is_reasoning = field in THINKING_FIELDS and kind != "region_close"
             if kind == "region_open":
-                self._field, self._begin, self._said = field, self._told, ""
+                self._field, self._begin, self._held = field, self._num_read, ""
             elif kind == "region_close" and field == "tool_calls":
                 parts += self._calls(event["value"])
             elif kind == "region_chunk":
-                before = self._said.strip()  # white space around a region is not said
-                self._said += event["text"]
-                piece = self._said.strip()[len(before) :]
+                before = self._held.strip()  # white space around a region is not part of it
+                self._held += event["text"]
+                piece = self._held.strip()[len(before) :]
                 if piece and field == "content":
                     parts.append(Text(piece))
                 elif piece and field in THINKING_FIELDS:
                     parts.append(Reasoning(piece))
-        if kind != "region_open":  # else the last that came is a mark of what follows
-            self._told = len(self._text)
+        if kind != "region_open":  # else the last that came is the mark of what follows
+            self._num_read = len(self._text)
         return parts
 
-    def _calls(self, value: Any) -> list[Part]:
+    def _calls(self, value: Any) -> list[AnswerPart]:
         try:
             return [Call(*call, next(self._ids)) for call in BARE.calls(json.dumps(value))]
         except (ValueError, TypeError) as error:

@@ -88,7 +88,7 @@ class IncrementalDecoder:
     def _give_up(self, text: str) -> str:
         """Stop waiting for all but the last of the pending ids, and send their text.
 
-        They are cut between two characters, where both sides say what they say together.
+        They are cut between two characters: there the texts of both sides add up to the text of all.
         """
         self._stream = None
         cuts = range(len(self._pending) - MIN_PENDING, 0, -1)

@@ -1,6 +1,6 @@
 """Constrained decoding: only tokens that keep an answer within a JSON schema, by llguidance (the extra `grammar`).
 
-It knows schemas, shapes of tool calls and logits; not which answer needs them.
+It knows schemas, tool call formats and logits; not which answer needs them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from langgraph_latent.errors import ConfigError, MissingExtraError
 from langgraph_latent.prompt.tool_calls import ToolCallFormat
 
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as `json.dumps` writes it. With free white space a weak model writes blanks until its tokens are used up."""
+"""JSON as `json.dumps` writes it. With free white space a weak model writes blanks until it has no tokens left."""
 
 LARGEST_INTEGER = 9 * 10**18
 """Bound of integers whose schema names none, within 64 bits: a checkpoint keeps no larger ones."""
 AS_THEY_ARE = ("allOf", "const", "default", "enum", "examples")
-"""Parts of a schema that are not closed: what they hold must stay open, or is no schema."""
+"""Parts of a schema that are not closed: they hold values, or schemas that must stay open."""
 
 
 @lru_cache
@@ -50,7 +50,7 @@ def json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**_closed(schema), 'x-guidance': STYLE})}"
 
 
-SIBLINGS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if"))
+OTHER_PROPERTIES = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if"))
 """Where an object's properties may be declared beside `properties`."""
 
 
@@ -62,8 +62,8 @@ def _closed(schema: Any) -> Any:
     closed = {name: value if name in AS_THEY_ARE else _closed(value) for name, value in schema.items()}
     kind = schema.get("type")
     declared = schema.get("properties")
-    is_all_said_here = not SIBLINGS & set(schema) and set(schema.get("required", ())) <= set(declared or ())
-    if isinstance(declared, Mapping) and kind == "object" and is_all_said_here:
+    is_all_declared_here = not OTHER_PROPERTIES & set(schema) and set(schema.get("required", ())) <= set(declared or ())
+    if isinstance(declared, Mapping) and kind == "object" and is_all_declared_here:
         closed.setdefault("additionalProperties", False)
     if kind == "integer" or (isinstance(kind, list) and "integer" in kind and "number" not in kind):
         closed.setdefault("minimum", -LARGEST_INTEGER)
@@ -84,18 +84,20 @@ class GrammarCompiler:
     The tokenizer's preparation takes about a second and is done on first use.
 
     Args:
-        shape: how calls are written.
+        call_format: how calls are written.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_tokens: Iterable[int], shape: ToolCallFormat) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, end_tokens: Iterable[int], call_format: ToolCallFormat
+    ) -> None:
         self._tokenizer = tokenizer
         self._end_tokens = sorted(end_tokens)
-        self._shape = shape
+        self._format = call_format
         self._lock = threading.Lock()
         self._prepared: Any = None
 
     def compile(self, constraint: Constraint, after: str = "") -> GrammarProcessor:
-        """What keeps one answer within a constraint, from behind the text `after` on.
+        """What keeps one answer within a constraint, once the text `after` has come.
 
         Raises `ConfigError` for a schema that can't be enforced, and `MissingExtraError`.
         """
@@ -128,21 +130,21 @@ class GrammarCompiler:
         tools, schema = constraint
         is_wanted = {"call": bool(tools), "answer": schema is not None}
         wanted = " | ".join(rule for rule in is_wanted if is_wanted[rule])
-        rules = [f"start: thought ({wanted})" if after else f"start: {wanted}"]
+        rules = [f"start: reasoning ({wanted})" if after else f"start: {wanted}"]
         if after:
-            rules.append(f"thought[suffix={json.dumps(after)}]: /(.|\\n)*/")
+            rules.append(f"reasoning[suffix={json.dumps(after)}]: /(.|\\n)*/")
         if schema is not None:
             rules.append(f"answer: {json_rule(schema)}")
         if not tools:
             return "\n".join(rules)
-        shape = self._shape
-        space = '"\\n"' if shape.end else ""  # around what stands between two marks
+        call_format = self._format
+        space = '"\\n"' if call_format.end else ""  # between a mark and the call
         names = " | ".join(f"call_{index}" for index in range(len(tools)))
-        rules.append(f"call: {self._mark(shape.begin)} {space} ({names}) {space} {self._mark(shape.end)}")
+        rules.append(f"call: {self._mark(call_format.begin)} {space} ({names}) {space} {self._mark(call_format.end)}")
         for index, function in enumerate(tool["function"] for tool in tools):
             # in the same pieces as %json: of two that begin alike, the lexer would go for the longer one alone
             name = json.dumps(function["name"], ensure_ascii=False)
-            pieces = ("{", '"name"', ": ", name, ", ", f'"{shape.arguments_key}"', ": ")
+            pieces = ("{", '"name"', ": ", name, ", ", f'"{call_format.arguments_key}"', ": ")
             rules.append(f'call_{index}: {" ".join(map(json.dumps, pieces))} arguments_{index} "}}"')
             rules.append(f"arguments_{index}: {json_rule(function.get('parameters') or {'type': 'object'})}")
         return "\n".join(rules)

@@ -1,4 +1,4 @@
-"""From messages to token ids and back, by the model's own template and tokenizer. It knows no tensors and no caches."""
+"""Messages to a prompt's token ids, by the model's own template and tokenizer. It knows no tensors and no caches."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from langgraph_latent.errors import PromptError, TemplateError
-from langgraph_latent.handle.handle import KVHandle, Message
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.message import Message
 from langgraph_latent.handle.tokens import TOKEN_BYTES, common_tokens, pack_tokens, unpack_tokens
 from langgraph_latent.prompt.template import PLAIN, USER, ChatTemplate, TemplateInputs
 
-# Stands for an answer in a probe of the template, so that what comes behind it can be told apart.
-MARK = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
+ANSWER_MARK = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands for an answer in a probe of the template, so that what the template appends to an answer can be found."""
 NUM_END_TOKENS = 8
 
 
-class Prompt(NamedTuple):
-    """A rendered prompt: packed token ids, of which the first `num_inherited` are those of a given handle."""
+class RenderedPrompt(NamedTuple):
+    """A prompt as packed token ids, of which the first `num_inherited` are those of a given handle."""
 
     tokens: bytes
     num_inherited: int
@@ -33,21 +34,25 @@ class PromptWriter:
         self._tokenizer = tokenizer
         self._cuts: dict[int, bool] = {}
 
-    def write(self, messages: Sequence[Message], template_inputs: TemplateInputs = PLAIN, *, reply: bool) -> Prompt:
+    def write(
+        self, messages: Sequence[Message], template_inputs: TemplateInputs = PLAIN, *, reply: bool
+    ) -> RenderedPrompt:
         """The prompt for `messages`; with `reply` it ends where the assistant's answer begins.
 
         Raises `PromptError` where there is nothing to read and `TemplateError` where the template refuses.
         """
-        return Prompt(pack_tokens(self._encode(self.template.render(messages, template_inputs, reply=reply))), 0)
+        return RenderedPrompt(
+            pack_tokens(self._encode(self.template.render(messages, template_inputs, reply=reply))), 0
+        )
 
     def extend(
         self, handle: KVHandle, messages: Sequence[Message], template_inputs: TemplateInputs = PLAIN, *, reply: bool
-    ) -> Prompt:
-        """The prompt for a handle's messages and `messages` behind them.
+    ) -> RenderedPrompt:
+        """The prompt for a handle's messages and `messages` after them.
 
-        Equal to `write` of all messages, but where the tokens sampled for an answer are not what the tokenizer makes of
-        its text, the sampled ones stand. A template that rewrites history, and a handle made in another template_inputs, leave
-        only the common part inherited.
+        It equals `write` of all messages, with one exception: where an answer's sampled tokens are not what the
+        tokenizer makes of its text, the sampled ones stand. Only the common part is inherited where a template rewrites
+        history, and where a handle was made with other template inputs.
         """
         if not handle.segments:
             return self.write(messages, template_inputs, reply=reply)
@@ -55,41 +60,40 @@ class PromptWriter:
         text = self.template.render([*inherited, *messages], template_inputs, reply=reply)
         digest = template_inputs.digest
         is_alike = all(segment.inputs_digest == digest for segment in handle.segments)
-        rest = self._behind(handle, inherited, text, template_inputs) if is_alike else None
-        if rest is not None and (
-            self._is_cut(rest) or handle.provenance_digest
-        ):  # what was composed has no other tokens
-            return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
+        rest = self._after(handle, inherited, text, template_inputs) if is_alike else None
+        is_composed = bool(handle.provenance_digest)  # then there are no other tokens for its messages
+        if rest is not None and (is_composed or self._can_cut_before(rest)):
+            return RenderedPrompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
         tokens = pack_tokens(self._encode(text))
         common = common_tokens(tokens, handle.tokens)
         if rest is not None and common < handle.num_tokens and _was_sampled(handle, common):
-            return Prompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
-        return Prompt(tokens, common)
+            return RenderedPrompt(handle.tokens + pack_tokens(self._encode(rest)), handle.num_tokens)
+        return RenderedPrompt(tokens, common)
 
-    def head(self, messages: Sequence[Message], template_inputs: TemplateInputs = PLAIN) -> bytes:
+    def system_prefix(self, messages: Sequence[Message], template_inputs: TemplateInputs = PLAIN) -> bytes:
         """The tokens that lead a conversation of these messages: its system message, or the template's own words.
 
-        Empty where nothing leads it, or where its end can't be told from what follows.
+        Empty where nothing leads it, and where its end can't be found.
         """
         lead = [message for message in messages[:1] if message["role"] == "system"]
         try:
-            text, behind = self.template.render([*lead, USER], template_inputs, reply=False), self._user_text
+            text, rest = self.template.render([*lead, USER], template_inputs, reply=False), self._user_text
         except TemplateError:
             return b""
-        if not behind or not text.endswith(behind) or not self._is_cut(behind):
+        if not rest or not text.endswith(rest) or not self._can_cut_before(rest):
             return b""
-        return pack_tokens(self._encode(text[: -len(behind)]))
+        return pack_tokens(self._encode(text[: -len(rest)]))
 
     @cached_property
     def _user_text(self) -> str:
-        """What the template makes of `USER` behind a system message; "" where that can't be told."""
-        system = {"role": "system", "content": MARK}
-        alone, both = (self.template.render(told, PLAIN, reply=False) for told in ([system], [system, USER]))
+        """What the template makes of `USER` after a system message; "" where that can't be found."""
+        system = {"role": "system", "content": ANSWER_MARK}
+        alone, both = (self.template.render(each, PLAIN, reply=False) for each in ([system], [system, USER]))
         return both[len(alone) :] if both.startswith(alone) else ""
 
-    def _is_cut(self, rest: str) -> bool:
-        """Whether a text begins with a special token before which any text can be cut: what stands on either side is
-        tokenised the same without the other."""
+    def _can_cut_before(self, rest: str) -> bool:
+        """Whether a text begins with a special token before which any text can be cut: either side is tokenised the
+        same without the other."""
         for token, added in self._tokenizer.added_tokens_decoder.items():
             if rest.startswith(added.content):
                 if token not in self._cuts:
@@ -105,41 +109,42 @@ class PromptWriter:
             for after in probes
         )
 
-    def _behind(
+    def _after(
         self, handle: KVHandle, messages: Sequence[Message], text: str, template_inputs: TemplateInputs
     ) -> str | None:
-        """What of a prompt comes behind a handle's tokens, which say `messages`; None where it tells them otherwise."""
+        """What of a prompt comes after a handle's tokens, which are those of `messages`; None where the prompt renders
+        these messages in another way."""
         try:
-            told = self.template.render(messages, template_inputs, reply=False)
-            if not text.startswith(told):
+            rendered = self.template.render(messages, template_inputs, reply=False)
+            if not text.startswith(rendered):
                 return None
-            if not handle.ends_open:
-                return text[len(told) :]
+            if not ends_open(handle):
+                return text[len(rendered) :]
             asked = self.template.render(messages[:-1], template_inputs, reply=True)
-            marked_answer = {"role": "assistant", "content": MARK}
+            marked_answer = {"role": "assistant", "content": ANSWER_MARK}
             marked = self.template.render([*messages[:-1], marked_answer], template_inputs, reply=False)
         except TemplateError:  # it can't render the handle's messages alone
             return None
-        before, _, closing = marked.rpartition(MARK)
-        if before.rstrip() != asked.rstrip() or not (told.startswith(before) and told.endswith(closing)):
-            return None  # the question is told otherwise than when it was asked
-        said = told[len(before) : len(told) - len(closing)]
-        if not self._says(handle, messages[-1], said):
-            return None  # the template tells the answer otherwise than it was given
+        before, _, closing = marked.rpartition(ANSWER_MARK)
+        if before.rstrip() != asked.rstrip() or not (rendered.startswith(before) and rendered.endswith(closing)):
+            return None  # the question is not rendered as it was when it was asked
+        answer = rendered[len(before) : len(rendered) - len(closing)]
+        if not self._is_as_sampled(handle, messages[-1], answer):
+            return None  # the answer is not rendered as it was given
         last = unpack_tokens(handle.tokens[-TOKEN_BYTES:])
         if handle.num_sampled and last[0] in self._tokenizer.all_special_ids:  # a sampled end token closes it already
-            head, end, behind = closing.partition(self._decode(last))
-            if end and not head.strip():
-                closing = behind
-        return closing + text[len(told) :]
+            space, end, after_end = closing.partition(self._decode(last))
+            if end and not space.strip():
+                closing = after_end
+        return closing + text[len(rendered) :]
 
-    def _says(self, handle: KVHandle, answer: Message, told: str) -> bool:
+    def _is_as_sampled(self, handle: KVHandle, answer: Message, rendered: str) -> bool:
         """Whether a template's version of an answer is what was sampled for it."""
+        rendered = rendered.strip()
         if set(answer) == {"role", "content"}:
-            return told.strip() == str(answer["content"]).strip()
-        sampled = unpack_tokens(handle.tokens[-handle.num_sampled * TOKEN_BYTES :])
-        said = self._decode(sampled).strip()
-        return said.startswith(told.strip()) and bool(told.strip() or not said)
+            return rendered == str(answer["content"]).strip()
+        sampled = self._decode(unpack_tokens(handle.tokens[-handle.num_sampled * TOKEN_BYTES :])).strip()
+        return sampled.startswith(rendered) and bool(rendered or not sampled)
 
     def decode_end(self, tokens: bytes) -> str:
         """The last few tokens of a prompt as text: what an answer begins in."""
@@ -152,8 +157,13 @@ class PromptWriter:
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         except (UnicodeError, TypeError) as error:
-            raise PromptError(f"the prompt is no text that can be tokenised: {error}") from error
+            raise PromptError(f"the prompt is not text that can be tokenised: {error}") from error
         return ids
+
+
+def ends_open(handle: KVHandle) -> bool:
+    """Whether a handle ends in an assistant's turn that is still to be closed: a sampled answer, or latent steps."""
+    return bool(handle.num_sampled) or (bool(handle.spans) and handle.spans[-1].kind == "latent")
 
 
 def _was_sampled(handle: KVHandle, index: int) -> bool:

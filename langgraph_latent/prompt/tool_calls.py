@@ -21,8 +21,8 @@ class ToolCallFormat(NamedTuple):
     Attributes:
         begin: what opens it; "" for calls without a mark, which must begin the answer and name a known tool.
         end: what closes it; "" where it reaches to the answer's end.
-        read: the calls in what stands between; raises `ValueError` where there are none.
-        arguments_key: under which key a call's JSON object has the arguments; "" where a call is none.
+        read: the calls in the text between; raises `ValueError` where there are none.
+        arguments_key: under which key a call's JSON object has the arguments; "" where a call is not a JSON object.
     """
 
     begin: str
@@ -31,10 +31,10 @@ class ToolCallFormat(NamedTuple):
     arguments_key: str = "arguments"
 
     def calls(self, text: str) -> list[Named]:
-        """The calls in a text. Raises `ValueError` where there are none, or none that a checkpoint can keep."""
+        """The calls in a text. Raises `ValueError` where there are none, and where a checkpoint can't keep them."""
         try:
             calls = self.read(text)
-            json.dumps(calls, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            json.dumps(calls, ensure_ascii=False).encode()  # half a surrogate pair can't be encoded
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         return calls
@@ -47,12 +47,12 @@ def _integer(text: str) -> int:
     return value
 
 
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
+def _not_json(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
 
 
-JSON = json.JSONDecoder(parse_int=_integer, parse_constant=_no_number)
-"""Reads what a checkpoint can keep."""
+JSON = json.JSONDecoder(parse_int=_integer, parse_constant=_not_json)
+"""Reads only what a checkpoint can keep."""
 
 
 def _json_calls(text: str) -> list[Named]:
@@ -70,7 +70,7 @@ def _json_calls(text: str) -> list[Named]:
 
 def json_call(value: Any) -> Named:
     if not isinstance(value, Mapping):
-        raise ValueError("a call is no JSON object")
+        raise ValueError("a call is not a JSON object")
     inner = value.get("function")
     if isinstance(inner, Mapping):
         value = inner
@@ -81,7 +81,7 @@ def json_call(value: Any) -> Named:
     if not isinstance(name, str) or not name:
         raise ValueError("a call has no name")
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {name!r} are no JSON object")
+        raise ValueError(f"the arguments of {name!r} are not a JSON object")
     return Named(name, arguments)
 
 
@@ -109,7 +109,7 @@ def _function_arguments(body: str) -> dict[str, Any]:
     if not parameters and body.strip():
         arguments = JSON.decode(body)
         if not isinstance(arguments, dict):
-            raise ValueError("the arguments are no JSON object")
+            raise ValueError("the arguments are not a JSON object")
         return arguments
     return {name.strip(): _value(text) for name, text in parameters}
 
@@ -143,9 +143,9 @@ def _deepseek_calls(text: str) -> list[Named]:
     if not calls:
         raise ValueError("there is no complete call")
     named = []
-    for head, body in calls:
+    for name, body in calls:
         old = re.fullmatch(r"\s*([^\n]+)\n```(?:json)?\n(.*?)\n?```\s*", body, re.DOTALL)
-        name, arguments = (old[1], old[2]) if old else (head, body)
+        name, arguments = (old[1], old[2]) if old else (name, body)
         named.append(json_call({"name": name.strip(), "arguments": arguments}))
     return named
 
@@ -170,15 +170,17 @@ TOOL_CALL_FORMATS = (
 BARE = TOOL_CALL_FORMATS[-1]
 MARKED = TOOL_CALL_FORMATS[:-1]
 CALL_MARKS = frozenset(
-    [mark for shape in MARKED for mark in (shape.begin, shape.end)]
+    [mark for each in MARKED for mark in (each.begin, each.end)]
     + ["[ARGS]", "[CALL_ID]", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
 )
 
 
-def format_of(before: str, behind: str) -> ToolCallFormat:
-    """The shape in which a template tells a call, from what it writes before and behind the function's name; of those
-    that hold JSON, and `BARE` where it is none that has a mark."""
-    marked = [(before.rfind(shape.begin), shape) for shape in MARKED if shape.arguments_key and shape.begin in before]
-    shape = max(marked, key=lambda pair: pair[0])[1] if marked else BARE
-    key = re.match(r'",\s*"(arguments|parameters)":', behind)
-    return shape._replace(arguments_key=key[1]) if key else shape
+def format_of(before: str, after: str) -> ToolCallFormat:
+    """The format in which a template renders a call, from what it writes before and after the function's name.
+
+    One of those that hold JSON; `BARE` where the template uses none that has a mark.
+    """
+    marked = [(before.rfind(each.begin), each) for each in MARKED if each.arguments_key and each.begin in before]
+    found = max(marked, key=lambda pair: pair[0])[1] if marked else BARE
+    key = re.match(r'",\s*"(arguments|parameters)":', after)
+    return found._replace(arguments_key=key[1]) if key else found

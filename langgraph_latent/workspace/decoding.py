@@ -18,9 +18,9 @@ from langgraph_latent.engine.sampling import Sampler, Sampling
 from langgraph_latent.engine.scheduler import RequestSlot
 from langgraph_latent.errors import RequestCancelledError
 from langgraph_latent.kv.state import KVTail
-from langgraph_latent.prompt.answer import Answer, Part
-from langgraph_latent.prompt.grammar import Constraint
+from langgraph_latent.prompt.answer import Answer, AnswerPart
 from langgraph_latent.prompt.detokenizer import Detokenizer
+from langgraph_latent.prompt.grammar import Constraint
 from langgraph_latent.prompt.template import TemplateInputs
 
 
@@ -71,7 +71,7 @@ class Decoding:
         defaults = model.model.generation_config
         self._sampler = Sampler(options.sampling, defaults, model.device, prompt, processors)
 
-    def parts(self, logits: torch.Tensor, tail: KVTail, slot: RequestSlot) -> Iterator[Part]:
+    def parts(self, logits: torch.Tensor, tail: KVTail, slot: RequestSlot) -> Iterator[AnswerPart]:
         """Sample the answer after a tail whose last token gave `logits`, (vocab,); its parts as they are certain.
 
         Closing the iterator, or setting the `cancelled` of the slot's limits, ends it after the current token.
@@ -120,7 +120,7 @@ class Decoding:
             self.sampled.append(token)
             yield token
 
-    def _push(self, token: int) -> Iterator[Part]:
+    def _push(self, token: int) -> Iterator[AnswerPart]:
         text = "" if token in self._model.end_tokens else self._detokenizer.push(token)
         return self._noted(self._reader.push(text))
 
@@ -130,7 +130,7 @@ class Decoding:
         has_all_calls = max_calls is not None and len(self.answer.calls) >= max_calls
         return token in self._model.end_tokens or self._detokenizer.stopped or is_stopped or has_all_calls
 
-    def _noted(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def _noted(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
         """The parts, added to the answer, without what comes after its last call."""
         max_calls = self._options.max_calls
         for part in parts:
