@@ -1,4 +1,4 @@
-"""Text, reasoning and tool calls are told apart, whatever form a model writes them in and however its text is cut."""
+"""Text, reasoning and tool calls are separated, whatever form a model writes them in and however its text is cut."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TWO: Calls = [("add", {"a": 1, "b": 2}), ("look.up", {"q": 'say "{x}" ünïcode'
 
 
 class Form(NamedTuple):
-    """How one family of models writes calls; `begin` and `end` are those of the row in `TOOL_CALL_FORMATS` that reads it."""
+    """How one family of models writes calls; `begin` and `end` are as in the row of `TOOL_CALL_FORMATS` for it."""
 
     begin: str
     end: str
@@ -129,7 +129,7 @@ def read(pieces: Sequence[str], by: Reader | None = None) -> Answer:
     return answer
 
 
-def said(answer: Answer) -> tuple[Any, ...]:
+def content_of(answer: Answer) -> tuple[Any, ...]:
     return answer.text, answer.reasoning, answer.calls, answer.invalid_calls
 
 
@@ -137,11 +137,9 @@ def called(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
     return [(call.name, call.arguments) for call in answer.calls]
 
 
-def test_every_shape_has_a_form_here() -> None:
-    assert {form.begin for form in FORMS.values()} == {shape.begin for shape in TOOL_CALL_FORMATS}
-    assert {(form.begin, form.end) for form in FORMS.values()} == {
-        (shape.begin, shape.end) for shape in TOOL_CALL_FORMATS
-    }
+def test_every_format_has_a_form_here() -> None:
+    assert {form.begin for form in FORMS.values()} == {each.begin for each in TOOL_CALL_FORMATS}
+    assert {(form.begin, form.end) for form in FORMS.values()} == {(each.begin, each.end) for each in TOOL_CALL_FORMATS}
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
@@ -153,7 +151,7 @@ def test_calls_are_read(form: Form, calls: Calls) -> None:
     """Field case 2."""
     answer = read([form.write(calls)])
     assert called(answer) == [*calls]
-    assert said(answer)[:2] == ("", "")
+    assert content_of(answer)[:2] == ("", "")
     assert not answer.invalid_calls
     ids = [call.id for call in answer.calls]
     assert len(set(ids)) == len(ids)
@@ -161,21 +159,21 @@ def test_calls_are_read(form: Form, calls: Calls) -> None:
 
 
 @forms(MARKED_FORMS)
-def test_text_before_calls_is_said_without_the_space_between(form: Form) -> None:
+def test_text_before_calls_comes_without_the_space_between(form: Form) -> None:
     answer = read([f" I look <it> up. \n\n{form.write(TWO)}"])
     assert answer.text == " I look <it> up."
     assert called(answer) == [*TWO]
 
 
 @forms(CLOSED_FORMS)
-def test_text_behind_calls_is_said(form: Form) -> None:
+def test_text_after_calls_is_text(form: Form) -> None:
     answer = read([f"{form.write(TWO)}\n\nand {{that}} is it. "])
     assert answer.text == "and {that} is it. "
     assert called(answer) == [*TWO]
 
 
 @forms(MARKED_FORMS)
-def test_what_a_call_that_cannot_be_read_holds_is_kept_whole(form: Form) -> None:
+def test_all_of_a_call_that_cannot_be_read_is_kept(form: Form) -> None:
     """Field case 2: malformed JSON is an invalid call; an unclosed form takes the rest of the answer with it."""
     broken = (
         form.write(ONE).replace("add", "").replace('"a"', "a").replace("arg_key", "arg").replace("parameter=", "p=")
@@ -185,7 +183,7 @@ def test_what_a_call_that_cannot_be_read_holds_is_kept_whole(form: Form) -> None
     assert "".join(call.raw for call in answer.invalid_calls) == broken
     assert answer.text == "so:"
     assert all(call.error and call.id for call in answer.invalid_calls)
-    assert broken in answer.message["content"], "the model's next prompt still says it"
+    assert broken in answer.message["content"], "the model's next prompt still holds it"
     if not form.end:
         late = read([f"{form.write(ONE)} and more"])
         assert [call.raw for call in late.invalid_calls] == [f"{form.write(ONE)} and more"]
@@ -200,7 +198,7 @@ def test_a_cut_call_is_never_a_call_nor_text(form: Form) -> None:
             assert answer.text == ""
             assert [call.raw for call in answer.invalid_calls] == [whole[:end]] * (not answer.calls)
         else:
-            assert said(answer) == (whole[:end], "", [], [])
+            assert content_of(answer) == (whole[:end], "", [], [])
         if answer.calls:  # all but its closing mark is there
             assert called(answer) == [*ONE]
             assert form.end.startswith(whole[end:].strip())
@@ -236,15 +234,15 @@ def test_calls_of_unknown_tools_are_calls_only_with_a_mark() -> None:
     assert called(read(['<tool_call>{"name": "other", "arguments": {}}</tool_call>'])) == [("other", {})]
     for form in ("bare list", "fence"):
         text = FORMS[form].write([("add", {}), ("other", {})])
-        assert said(read([text])) == (text, "", [], [])
+        assert content_of(read([text])) == (text, "", [], [])
     known, other = (FORMS["bare"].write([(name, {})]) for name in ("add", "other"))
-    assert said(read([other])) == (other, "", [], [])
+    assert content_of(read([other])) == (other, "", [], [])
     both = read([known + "\n" + other])
     assert (both.text, called(both)) == (other, [("add", {})])
 
 
-def test_a_bare_call_is_told_as_soon_as_it_is_whole() -> None:
-    """So that an answer can end behind its first call; and what is cut behind it does not take it along."""
+def test_a_bare_call_is_a_part_as_soon_as_it_is_complete() -> None:
+    """So that an answer can end after its first call. A second call that is cut does not spoil the first."""
     known = FORMS["bare"].write([("add", {"x": 1})])
     by = reader()
     assert [(part.name, part.arguments) for letter in known for part in by.push(letter)] == [("add", {"x": 1})]
@@ -269,17 +267,17 @@ def test_a_mark_within_a_string_of_bare_json_is_part_of_the_string() -> None:
 def test_what_only_begins_like_a_call_arrives_complete(text: str, tools: Sequence[str]) -> None:
     for pieces in ([text], [*text], [text, " and more \n"]):
         answer = read(pieces, reader(tools))
-        assert said(answer) == ("".join(pieces), "", [], [])
+        assert content_of(answer) == ("".join(pieces), "", [], [])
 
 
 @forms(FORMS)
 def test_without_tools_nothing_is_a_call_and_no_space_is_lost(form: Form) -> None:
     text = f" \n {form.write(TWO)} \n"
-    assert said(read([text], reader(()))) == (text, "", [], [])
-    assert said(read([*text], reader(()))) == (text, "", [], [])
+    assert content_of(read([text], reader(()))) == (text, "", [], [])
+    assert content_of(read([*text], reader(()))) == (text, "", [], [])
 
 
-def test_plain_text_is_told_at_once_but_for_what_may_begin_a_mark() -> None:
+def test_plain_text_is_a_part_at_once_but_for_what_may_begin_a_mark() -> None:
     by = reader()
     assert by.push("Hello") == [Text("Hello")]
     assert by.push(" you <") == [Text(" you")]
@@ -287,14 +285,14 @@ def test_plain_text_is_told_at_once_but_for_what_may_begin_a_mark() -> None:
     assert by.push("<tool_call>") == []
     assert by.push('{"name": "add", "arguments": {}}') == []
     (call,) = by.push("</tool_call>")
-    assert isinstance(call, Call), "a call is told as soon as it is closed"
+    assert isinstance(call, Call), "a call is a part as soon as it is closed"
 
 
 # -- reasoning -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("begin", "end"), REASONING)
-def test_reasoning_is_told_apart_and_text_and_calls_follow_it(begin: str, end: str) -> None:
+def test_reasoning_is_separated_and_text_and_calls_follow_it(begin: str, end: str) -> None:
     call = FORMS["qwen"].write(ONE)
     for text, prompt in (
         (f"{begin}\nhm {{}}\n{end}\n\nyes {call}", ""),
@@ -319,17 +317,17 @@ def test_reasoning_that_is_cut_is_no_content(begin: str, end: str) -> None:
         assert answer.reasoning == "so I think" + end[:cut]
 
 
-def test_a_call_in_a_thought_is_a_thought_and_a_mark_in_a_sentence_is_text() -> None:
-    thought = f"<think>shall I {FORMS['qwen'].write(ONE)}?</think>no"
-    assert said(read([thought])) == ("no", f"shall I {FORMS['qwen'].write(ONE)}?", [], [])
-    assert said(read(["the tag <think> opens it"])) == ("the tag <think> opens it", "", [], [])
+def test_a_call_in_reasoning_is_reasoning_and_a_mark_in_a_sentence_is_text() -> None:
+    text = f"<think>shall I {FORMS['qwen'].write(ONE)}?</think>no"
+    assert content_of(read([text])) == ("no", f"shall I {FORMS['qwen'].write(ONE)}?", [], [])
+    assert content_of(read(["the tag <think> opens it"])) == ("the tag <think> opens it", "", [], [])
 
 
 # -- pieces ----------------------------------------------------------------------------------------------------------
 
 FRAGMENTS = [
     *FORMS["qwen"].write(ONE).partition("\n"), *(form.write(ONE) for form in FORMS.values()),
-    *CALL_MARKS, *(mark for pair in REASONING for mark in pair), *(shape.begin for shape in MARKED),
+    *CALL_MARKS, *(mark for pair in REASONING for mark in pair), *(each.begin for each in MARKED),
     "text", " ", "\n", "\n\n", "{", "[{", "}", "<", "[", "```", "```json\n", "ü", '"', '{"name": "f", "arguments": ',
 ]  # fmt: skip
 
@@ -343,19 +341,19 @@ def pieces_of(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> list[str]:
 
 @settings(max_examples=400, deadline=None)
 @given(pieces_of(st.lists(st.sampled_from(FRAGMENTS), max_size=7).map("".join)), st.booleans(), st.booleans())
-def test_pieces_say_what_the_whole_says(pieces: list[str], has_tools: bool, is_thinking: bool) -> None:
+def test_pieces_hold_what_the_whole_text_holds(pieces: list[str], has_tools: bool, is_thinking: bool) -> None:
     text = "".join(pieces)
     made = lambda: reader(TOOLS if has_tools else (), "<think>\n" if is_thinking else "")  # noqa: E731
     whole = read([text], made())
-    assert said(read(pieces, made())) == said(whole)
-    assert said(read([*text], made())) == said(whole)
+    assert content_of(read(pieces, made())) == content_of(whole)
+    assert content_of(read([*text], made())) == content_of(whole)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=7).map("".join))
-def test_no_opening_mark_is_said_and_no_letter_is_lost(text: str) -> None:
+def test_no_opening_mark_is_text_and_no_letter_is_lost(text: str) -> None:
     answer = read([text])
-    marks = [shape.begin for shape in MARKED]
+    marks = [each.begin for each in MARKED]
     if not text.lstrip().startswith(("{", "[{", "```")):
         assert not any(mark in answer.text for mark in marks)
     if not answer.calls and not any(mark in text for pair in REASONING for mark in pair):
@@ -373,7 +371,7 @@ def test_ids_differ_by_what_was_asked_and_repeat_for_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "begin"),
+    ("rendered", "begin"),
     [
         ('user: hi assistant: <tool_call>\n{"name": "it"}', "<tool_call>"),
         ('[INST]hi[/INST][TOOL_CALLS] [{"name": "it"', "[TOOL_CALLS]"),
@@ -386,13 +384,13 @@ def test_ids_differ_by_what_was_asked_and_repeat_for_the_same() -> None:
         ("", ""),
     ],
 )
-def test_a_forced_call_is_written_in_the_templates_form_where_that_is_json(told: str, begin: str) -> None:
-    before, _, behind = told.partition("it")
-    shape = format_of(before, behind)
-    assert shape.begin == begin
-    assert ("parameters" in told) <= (shape.arguments_key == "parameters")
-    call = f'{{"name": "add", "{shape.arguments_key}": {{"a": 1}}}}'
-    assert called(read([f"{shape.begin}{call}{shape.end}"])) == [("add", {"a": 1})], "what it reads back"
+def test_a_forced_call_is_written_in_the_templates_form_where_that_is_json(rendered: str, begin: str) -> None:
+    before, _, after = rendered.partition("it")
+    found = format_of(before, after)
+    assert found.begin == begin
+    assert ("parameters" in rendered) <= (found.arguments_key == "parameters")
+    call = f'{{"name": "add", "{found.arguments_key}": {{"a": 1}}}}'
+    assert called(read([f"{found.begin}{call}{found.end}"])) == [("add", {"a": 1})], "what it reads back"
 
 
 # -- a tokenizer's own response template -----------------------------------------------------------------------------
@@ -441,7 +439,7 @@ def test_a_response_template_is_read_as_transformers_reads_it(text: str) -> None
         assert not answer.invalid_calls
 
 
-def test_a_response_template_streams_text_and_thoughts() -> None:
+def test_a_response_template_streams_text_and_reasoning() -> None:
     by = template_reader()
     assert by.push("<think>a") == [Reasoning("a")]
     assert by.is_reasoning
@@ -450,11 +448,11 @@ def test_a_response_template_streams_text_and_thoughts() -> None:
     assert "".join(part.text for part in by.push("\n\nHello there")) == "Hello there"
 
 
-def test_a_prompt_that_opens_the_thought_begins_in_it() -> None:
+def test_a_prompt_that_opens_reasoning_begins_in_it() -> None:
     """Field case 23, for a response template."""
     by = template_reader("<|im_start|>assistant\n<think>\n")
     assert by.is_reasoning
-    assert said(read(["hm", "hm"], by)) == ("", "hmhm", [], [])
+    assert content_of(read(["hm", "hm"], by)) == ("", "hmhm", [], [])
 
 
 @pytest.mark.parametrize(
@@ -467,7 +465,7 @@ def test_a_prompt_that_opens_the_thought_begins_in_it() -> None:
         '{"name": "add", "arguments": {"x": 1000000000000000000000}}',
     ],
 )
-@pytest.mark.parametrize("end", ["</call>", "</call> behind", ""])
+@pytest.mark.parametrize("end", ["</call>", "</call> after", ""])
 def test_a_call_that_the_response_template_cannot_read_is_invalid(body: str, end: str) -> None:
     """Field case 2: never an exception, and nothing of the answer is lost."""
     text = f"so: <call>{body}{end}"
@@ -485,4 +483,4 @@ def test_a_required_field_that_is_missing_loses_no_text() -> None:
         **RESPONSE,
         "fields": {**RESPONSE["fields"], "thinking": {**RESPONSE["fields"]["thinking"], "optional": False}},
     }
-    assert said(read(["just ", "text<"], template_reader(response=response))) == ("just text<", "", [], [])
+    assert content_of(read(["just ", "text<"], template_reader(response=response))) == ("just text<", "", [], [])

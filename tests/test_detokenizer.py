@@ -71,7 +71,7 @@ def test_pieces_add_up_to_the_text_and_never_hold_half_a_character(name: str, te
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_pieces_add_up_whatever_was_sampled(name: str, data: st.DataObject) -> None:
-    """Random bytes are no text; still, what was streamed is what the message says."""
+    """Random bytes are not text; still, the streamed pieces are the text."""
     tokenizer = TOKENIZERS[name]
     stop = data.draw(st.sampled_from([(), ("ab",), ("a\N{REPLACEMENT CHARACTER}b",), ("b", "aab"), ("aé", "a")]))
     ids = data.draw(st.lists(st.integers(3, len(tokenizer) - 1), max_size=14))
@@ -90,13 +90,13 @@ def test_text_ends_before_the_first_stop_string_and_nothing_of_it_is_streamed(
     tokenizer = TOKENIZERS[name]
     ids = encode(tokenizer, text)
     detokenizer, pieces = stream(tokenizer, ids, tuple(stop))
-    said = "".join(pieces)
-    assert said == detokenizer.text
+    sent = "".join(pieces)
+    assert sent == detokenizer.text
     assert detokenizer.stopped == any(one in text for one in stop)
-    assert not any(one in said for one in stop)
-    assert text.startswith(said)
+    assert not any(one in sent for one in stop)
+    assert text.startswith(sent)
     if not detokenizer.stopped:
-        assert said == text
+        assert sent == text
 
 
 def test_a_stop_string_that_is_spread_over_tokens_is_held_back_until_it_is_sure() -> None:
@@ -139,7 +139,7 @@ def test_a_real_tokenizers_pieces_add_up(smol_tokenizer: PreTrainedTokenizerBase
 
 
 def llama_tokenizer() -> PreTrainedTokenizerFast:
-    """As of Llama 2: spaces belong to the words behind them, and the text's first one is left out."""
+    """As of Llama 2: spaces belong to the words after them, and the text's first one is left out."""
     decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -180,7 +180,7 @@ UNMAKES = ("byte_fallback", "llama")
 
 @cache
 def halves(name: str) -> list[int]:
-    """The tokens that are no text by themselves."""
+    """The tokens that are not text by themselves."""
     return [token for token in range(len(ALL[name])) if ALL[name].decode([token]) in ("", UNFINISHED)]
 
 
@@ -260,5 +260,5 @@ def test_a_stop_string_in_front_of_half_a_character_is_found_at_once() -> None:
     detokenizer, pieces = stream(tokenizer, [*encode(TINY, "the "), len(TINY), *encode(TINY, "more")], ("END",))
     assert detokenizer.stopped
     assert detokenizer.text == "the "
-    assert len(pieces) == len(encode(TINY, "the ")) + 2, "the token behind it was not needed"
+    assert len(pieces) == len(encode(TINY, "the ")) + 2, "the token after it was not needed"
     assert stream(tokenizer, [len(TINY), len(TINY)])[1] == ["END", f"{UNFINISHED}END", UNFINISHED]

@@ -1,4 +1,4 @@
-"""A forced call or an answer of a schema fits it, whatever the model would have said: here, random models."""
+"""A forced call or an answer of a schema fits it, whatever the model would have written: here, random models."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ ENDLESS = {"all of", "number", "map", "map beside properties", "pattern", "defin
 class Walk:
     """Feeds a text's tokens to a constraint, one by one."""
 
-    def __init__(self, constraint: Constraint, shape: Any = BARE) -> None:
+    def __init__(self, constraint: Constraint, call_format: Any = BARE) -> None:
         self.tokenizer = tiny_tokenizer()
-        compiler = GrammarCompiler(self.tokenizer, [self.tokenizer.eos_token_id], shape)
+        compiler = GrammarCompiler(self.tokenizer, [self.tokenizer.eos_token_id], call_format)
         self.processor = compiler.compile(constraint)
         self.ids = [self.tokenizer.eos_token_id]
 
@@ -129,7 +129,7 @@ def tool_of(schema: Mapping[str, Any], name: str = "f") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_what_fits_a_schema_can_be_said_and_nothing_else(name: str) -> None:
+def test_what_fits_a_schema_can_be_written_and_nothing_else(name: str) -> None:
     schema, fitting, others = SCHEMAS[name]
     for value in fitting:
         jsonschema.validate(value, schema)
@@ -146,23 +146,23 @@ def test_json_is_written_in_one_way_so_that_no_model_loops_in_blanks(text: str) 
 
 
 @pytest.mark.parametrize(
-    "shape", [each for each in TOOL_CALL_FORMATS if each.arguments_key], ids=lambda each: each.begin or "bare"
+    "call_format", [each for each in TOOL_CALL_FORMATS if each.arguments_key], ids=lambda each: each.begin or "bare"
 )
-def test_a_call_is_written_in_the_templates_shape_and_read_back(shape: Any) -> None:
+def test_a_call_is_written_in_the_templates_format_and_read_back(call_format: Any) -> None:
     tools = [tool_of(SCHEMAS["integer"][0], "größe"), tool_of(SCHEMAS["nothing"][0], "g")]
     for name, arguments in (("größe", {"x": -5}), ("g", {})):
-        space = "\n" if shape.end else ""
-        key = shape.arguments_key
+        space = "\n" if call_format.end else ""
+        key = call_format.arguments_key
         call = f'{{"name": "{name}", "{key}": {json.dumps(arguments)}}}'
-        text = f"{shape.begin}{space}{call}{space}{shape.end}"
-        walk = Walk(Constraint(tools), shape)
+        text = f"{call_format.begin}{space}{call}{space}{call_format.end}"
+        walk = Walk(Constraint(tools), call_format)
         assert walk.takes(text)
         reader = MarkReader(["größe", "g"], "", b"")
         (read,) = [*reader.push(text), *reader.flush()]
         assert (read.name, read.arguments) == (name, arguments)
-        assert not Walk(Constraint(tools), shape).takes(text.replace(f'"{name}"', '"h"'))
-        assert not Walk(Constraint(tools), shape).takes(text * 2), "one call"
-        assert not Walk(Constraint(tools), shape).takes(f"so: {text}")
+        assert not Walk(Constraint(tools), call_format).takes(text.replace(f'"{name}"', '"h"'))
+        assert not Walk(Constraint(tools), call_format).takes(text * 2), "one call"
+        assert not Walk(Constraint(tools), call_format).takes(f"so: {text}")
 
 
 @pytest.fixture
@@ -185,11 +185,11 @@ def test_a_random_model_fits_the_schema(name: str, chat_of: Callable[..., ChatLa
     """Field case 5: as a forced call and as an answer, whatever is sampled."""
     schema = SCHEMAS[name][0]
     chat = chat_of()
-    told = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     finished = 0
     for seed in range(2):
         call = chat.bind_tools([tool_of(schema)], tool_choice="any").invoke("go", seed=seed)
-        answer = chat.invoke("go", seed=seed, response_format=told)
+        answer = chat.invoke("go", seed=seed, response_format=response_format)
         assert call.content == ""
         for made in call.tool_calls:
             jsonschema.validate(made["args"], schema)
@@ -306,14 +306,14 @@ def test_without_the_extra_only_what_needs_it_fails(
     assert not chat_of().profile["structured_output"]
 
 
-# -- after a thought -------------------------------------------------------------------------------------------------
+# -- after reasoning -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_token", [True, False], ids=["one token", "letters"])
-def test_the_constraint_begins_behind_the_thought(
+def test_the_constraint_begins_after_the_reasoning(
     is_token: bool, tmp_path: Path, tiny_folder: Callable[..., Path], ws: LatentWorkspace
 ) -> None:
-    """Field case 23: a prompt that opens a thought leaves it free, and forces what comes behind it."""
+    """Field case 23: a prompt that opens reasoning leaves it free, and forces what comes after it."""
     folder = tiny_folder("llama", template=THINKS, num_hidden_layers=1, vocab_size=330)
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -322,20 +322,20 @@ def test_the_constraint_begins_behind_the_thought(
         tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
         tokenizer.save_pretrained(tmp_path)
     chat = ChatLatent(model=str(tmp_path), workspace=ws, max_tokens=200, temperature=1.0, seed=0)
-    thought = chat.get_token_ids("hm {}\n</think>")
+    reasoning = chat.get_token_ids("hm {}\n</think>")
     schema = of(x=SHORT)
     for options in (
         {"tools": [tool_of(schema)], "tool_choice": "any"},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}},
     ):
-        reply = chat.invoke("go", logits_processor=[Thinks(thought)], **options)
+        reply = chat.invoke("go", logits_processor=[Thinks(reasoning)], **options)
         assert reply.additional_kwargs["reasoning_content"] == "hm {}\n"
-        said = reply.tool_calls[0]["args"] if "tools" in options else json.loads(reply.content)
-        jsonschema.validate(said, schema)
+        answer = reply.tool_calls[0]["args"] if "tools" in options else json.loads(reply.content)
+        jsonschema.validate(answer, schema)
 
 
 class Thinks(Says):
-    """Forces the given tokens; what comes behind them is the model's own."""
+    """Forces the given tokens; what comes after them is the model's own."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         super().__init__(ids, -1)
@@ -462,7 +462,7 @@ def test_tools_beside_a_schema_give_a_call_or_an_answer(chat_of: Callable[..., C
 
 
 def test_tools_beside_a_schema_are_all_that_is_allowed() -> None:
-    shape = next(each for each in TOOL_CALL_FORMATS if each.begin == "<tool_call>")
+    call_format = next(each for each in TOOL_CALL_FORMATS if each.begin == "<tool_call>")
     constraint = Constraint([tool_of(of(a={"type": "integer"}), "add")], of(x=SHORT))
     for text, fits in (
         (call_text("add", {"a": 1}), True),
@@ -472,7 +472,7 @@ def test_tools_beside_a_schema_are_all_that_is_allowed() -> None:
         ("Sure!", False),
         ("", False),
     ):
-        assert Walk(constraint, shape).takes(text) == fits
+        assert Walk(constraint, call_format).takes(text) == fits
 
 
 @pytest.mark.parametrize(
@@ -480,15 +480,15 @@ def test_tools_beside_a_schema_are_all_that_is_allowed() -> None:
 )
 def test_bare_calls_and_answers_are_both_open(answer: str) -> None:
     """Where a template has no mark for calls, both are JSON, and may begin alike."""
-    shape = BARE._replace(arguments_key="parameters")
+    call_format = BARE._replace(arguments_key="parameters")
     schema = of(**dict.fromkeys(json.loads(answer), SHORT))
     constraint = Constraint([tool_of(of(a=DIGIT), "add"), tool_of(of(a=DIGIT), "add_two")], schema)
     for text in (answer, '{"name": "add", "parameters": {"a": 1}}', '{"name": "add_two", "parameters": {"a": 1}}'):
-        assert Walk(constraint, shape).takes(text)
-    assert not Walk(constraint, shape).takes('{"name": "add_two", "parameters": {"a": "1"}}')
+        assert Walk(constraint, call_format).takes(text)
+    assert not Walk(constraint, call_format).takes('{"name": "add_two", "parameters": {"a": "1"}}')
 
 
-def test_bare_calls_and_answers_are_told_apart_by_the_tools_name(chat_of: Callable[..., ChatLatent]) -> None:
+def test_the_tools_name_separates_bare_calls_from_answers(chat_of: Callable[..., ChatLatent]) -> None:
     """Where a template has no mark for calls, both are JSON."""
     chat = chat_of(LLAMA, max_tokens=200)
     bound = chat.bind_tools([add], response_format=FORMAT)

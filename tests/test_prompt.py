@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from langgraph_latent.errors import TemplateError
 from langgraph_latent.handle import KVHandle
-from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.message import Message
 from langgraph_latent.handle.tokens import pack_tokens, unpack_tokens
 from langgraph_latent.prompt.prompt import PromptWriter
 from langgraph_latent.testing import CHATML, tiny_tokenizer
@@ -22,7 +22,7 @@ ALTERNATING = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 WITH_BOS = "{{ '<|endoftext|>' }}" + CHATML
-# Keeps the thought of the last message only, as reasoning models do.
+# Keeps the reasoning of the last message only, as reasoning models do.
 STRIPS_HISTORY = (
     "{% for m in messages %}{% set text = m['content'] %}"
     "{% if m['role'] == 'assistant' and not loop.last %}{% set text = text.split('</think>')[-1] %}{% endif %}"
@@ -154,10 +154,10 @@ def read_handle(prompts: PromptWriter, messages: list[Message], *, reply: bool =
 def answered(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], sampled: list[int], text: str | None = None
 ) -> KVHandle:
-    """The handle after an answer: the prompt, then the ids that were sampled and what they say."""
+    """The handle after an answer: the prompt, then the sampled ids and their text."""
     handle = read_handle(PromptWriter(tokenizer, "tiny"), messages, reply=True)
-    said = tokenizer.decode(sampled, skip_special_tokens=True) if text is None else text
-    return handle.extend("generated", "n", pack_tokens(sampled), [assistant(said)])
+    answer = tokenizer.decode(sampled, skip_special_tokens=True) if text is None else text
+    return handle.extend("generated", "n", pack_tokens(sampled), [assistant(answer)])
 
 
 texts = st.text(st.sampled_from("the team \n\N{GRINNING FACE}é."), min_size=1, max_size=12)
@@ -168,15 +168,15 @@ texts = st.text(st.sampled_from("the team \n\N{GRINNING FACE}é."), min_size=1, 
 def test_extending_what_was_read_is_writing_it_all(first: list[str], second: list[str]) -> None:
     """Law 1 on tokens: the prompt over a handle is the prompt of all messages, and inherits the common part."""
     prompts = writer()
-    before, behind = [user(text) for text in first], [user(text) for text in second]
+    before, after = [user(text) for text in first], [user(text) for text in second]
     handle = read_handle(prompts, before)
-    prompt = prompts.extend(handle, behind, reply=True)
-    assert prompt.tokens == prompts.write([*before, *behind], reply=True).tokens
+    prompt = prompts.extend(handle, after, reply=True)
+    assert prompt.tokens == prompts.write([*before, *after], reply=True).tokens
     assert prompt.num_inherited == handle.num_tokens
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_an_answer_that_re_tokenises_to_itself_is_inherited_whole(ended: bool) -> None:
+def test_an_answer_that_re_tokenises_to_itself_is_inherited_completely(ended: bool) -> None:
     """Law 2 on tokens, for answers that end by themselves and for those that were cut."""
     tokenizer = tiny_tokenizer()
     sampled = encode(tokenizer, "the team reads" + ("<|im_end|>" if ended else ""))
@@ -203,20 +203,20 @@ def test_sampled_ids_stand_where_the_text_would_tokenise_otherwise(ended: bool, 
         handle = handle.extend("generated", "n", pack_tokens([*spelled, *end]), [assistant("the team")])
         prompt = prompts.extend(handle, [user(f"more {turn}")], reply=True)
         closing = "\n" if ended else "<|im_end|>\n"
-        behind = f"{closing}<|im_start|>user\nmore {turn}<|im_end|>\n<|im_start|>assistant\n"
+        after = f"{closing}<|im_start|>user\nmore {turn}<|im_end|>\n<|im_start|>assistant\n"
         assert prompt.num_inherited == handle.num_tokens
-        assert prompt.tokens == handle.tokens + pack_tokens(encode(tokenizer, behind))
+        assert prompt.tokens == handle.tokens + pack_tokens(encode(tokenizer, after))
         handle = handle.extend("prompt", "n", prompt.tokens[len(handle.tokens) :], [user(f"more {turn}")])
 
 
-def test_an_answer_cut_at_a_stop_string_is_closed_behind_what_was_sampled() -> None:
+def test_an_answer_cut_at_a_stop_string_is_closed_after_what_was_sampled() -> None:
     tokenizer = tiny_tokenizer()
     sampled = encode(tokenizer, "the team STOP")
     handle = answered(tokenizer, [user("q")], sampled, "the team ")
     prompt = PromptWriter(tokenizer, "tiny").extend(handle, [user("more")], reply=True)
     assert prompt.num_inherited == handle.num_tokens
-    said = tokenizer.decode(unpack_tokens(prompt.tokens))
-    assert said.endswith("the team STOP<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
+    text = tokenizer.decode(unpack_tokens(prompt.tokens))
+    assert text.endswith("the team STOP<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_a_template_that_trims_answers_still_inherits_the_sampled_ids() -> None:
@@ -229,7 +229,7 @@ def test_a_template_that_trims_answers_still_inherits_the_sampled_ids() -> None:
 
 
 def test_a_sampled_newline_is_not_taken_for_the_templates_own() -> None:
-    """Field case 43: where the answer was cut behind a newline, the template's newline still has to be read."""
+    """Field case 43: where the answer was cut after a newline, the template's newline still has to be read."""
     tokenizer = double_newline_tokenizer(PLAIN_WORDS)
     handle = answered(tokenizer, [user("q")], encode(tokenizer, "ok\n"))
     prompt = PromptWriter(tokenizer, "tiny").extend(handle, [user("more")], reply=True)
@@ -250,7 +250,7 @@ def test_sampled_ids_stand_also_where_their_first_melts_into_the_prompts_last() 
 
 @pytest.mark.parametrize("template", [STRIPS_HISTORY, STRIPS_ALWAYS], ids=["history", "always"])
 def test_a_template_that_rewrites_history_leaves_only_the_common_part(template: str) -> None:
-    """Field case 41: the thought is gone from turn 2; the tokens up to it are reused, the rest is read anew."""
+    """Field case 41: the reasoning is gone from turn 2; the tokens up to it are reused, the rest is read again."""
     tokenizer = tiny_tokenizer(template)
     prompts = PromptWriter(tokenizer, "tiny")
     handle = answered(tokenizer, [user("q")], encode(tokenizer, "<think>the report</think>yes<|im_end|>"))

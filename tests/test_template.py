@@ -1,4 +1,4 @@
-"""What a graph sends, told by the templates of all families: with every word of it and a note, or refused."""
+"""What a graph sends is rendered by the templates of all families: every word of it, with a note; or it is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import processors
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.errors import TemplateError
 from langgraph_latent.events import Reworded
-from langgraph_latent.handle.handle import Message
+from langgraph_latent.handle.message import Message
 from langgraph_latent.handle.tokens import unpack_tokens
 from langgraph_latent.prompt.prompt import PromptWriter
 from langgraph_latent.prompt.template import PLAIN, ChatTemplate, TemplateInputs, _merge_roles
@@ -29,7 +29,7 @@ GEMMA = (
     "<start_of_turn>{{ role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-# As of Mistral-7B-Instruct-v0.3: the system message is told in the last message, and only if that is a user's.
+# As of Mistral-7B-Instruct-v0.3: the system message is rendered in the last message, and only if that is a user's.
 MISTRAL = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
     "{% else %}{% set rest = messages %}{% endif %}"
@@ -87,7 +87,7 @@ QWEN25 = (
     "{% if m.content %}{{ '\n' + m.content }}{% endif %}{% set text = true %}"
     + QWEN_CALLS + QWEN_RESULT + END
 )  # fmt: skip
-# Thoughts of turns before the last question are left out; `enable_thinking=False` closes the thought in the prompt.
+# Reasoning before the last question is left out; `enable_thinking=False` closes the reasoning in the prompt.
 QWEN3 = (
     QWEN_TOOLS + "{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -116,7 +116,7 @@ DROPS = (
     "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\n{% elif m.role == 'assistant' %}"
     "A: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
-# Only the first call is told, and arguments are printed as they are: text is JSON, a dict is Python.
+# Only the first call is rendered, and arguments are printed as they are: text is JSON, a dict is Python.
 FIRST_CALL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if m.tool_calls %}"
     '<tool_call>{"name": "{{ m.tool_calls[0].function.name }}", "arguments": {{ m.tool_calls[0].function.arguments }}}'
@@ -236,7 +236,7 @@ def words(messages: list[Message], has_tools: bool) -> set[str]:
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_word_is_told_or_the_conversation_is_refused(name: str, conversation: str) -> None:
+def test_every_word_is_rendered_or_the_conversation_is_refused(name: str, conversation: str) -> None:
     """Field cases 1, 3, 4, 8: no template drops tools, calls, results or a system message in silence."""
     messages, has_tools = CONVERSATIONS[conversation]
     before = json.dumps(messages)
@@ -255,16 +255,16 @@ def test_every_word_is_told_or_the_conversation_is_refused(name: str, conversati
         assert template(name).adapt(messages, template_inputs.tools).changes == CHANGES[conversation].get(name, ())
 
 
-def test_what_is_merged_is_told_whole() -> None:
-    """Merging puts text beside calls, and calls beside calls, where a template may tell only one of them."""
+def test_what_is_merged_is_rendered_completely() -> None:
+    """Merging puts text beside calls, and calls beside calls, where a template may render only one of them."""
     call, other = ("add", {"x": 1}, "abcdef123"), ("look", {"y": 2}, "abcdef124")
-    told = [
+    conversations = [
         [user("q"), ai("thoughttext"), ai("", call), result("42", "abcdef123")],
         [user("q"), ai("", call), result("42", "abcdef123"), ai("latertext"), ai("lasttext"), user("more")],
         [user("q"), ai("", call), ai("", other), result("1", "abcdef123"), result("2", "abcdef124")],
     ]
     for name in ("mistral", "llama"):
-        for messages in told:
+        for messages in conversations:
             text = template(name).render(messages, PLAIN, reply=True)
             assert not [word for word in words(messages, False) if word not in text]
 
@@ -306,8 +306,8 @@ def test_arguments_are_json_even_where_a_template_prints_them() -> None:
 
 
 def test_reasoning_reaches_a_template_that_asks_for_it() -> None:
-    thought = {**ai("", CALL), "reasoning_content": "thoughttext"}
-    during = [user(), thought, result("resulttext", CALL[2])]
+    reasoning = {**ai("", CALL), "reasoning_content": "thoughttext"}
+    during = [user(), reasoning, result("resulttext", CALL[2])]
     assert "<think>\nthoughttext\n</think>" in template("qwen3").render(during, TemplateInputs(), reply=True)
     assert "thoughttext" not in template("qwen3").render([*during, ai(), user("q2")], TemplateInputs(), reply=True)
 
@@ -368,7 +368,7 @@ def test_bound_tools_and_tool_results_are_in_the_prompts_ids(
     events = [event.changes for event in ws.tracer.events if isinstance(event, Reworded)]
     plain = [{**system()}, user(), ai("", ("multiply", {"a": 2, "b": 3}, LONG)), result("resulttext", LONG)]
     changes = template(name).adapt(plain, [TOOL]).changes
-    assert events == ([changes] if changes else []), "each rewording is told once, and only if there is one"
+    assert events == ([changes] if changes else []), "each rewording is an event once, and only if there is one"
 
 
 def test_the_number_of_tokens_of_messages_counts_their_tools(

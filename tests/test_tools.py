@@ -29,7 +29,7 @@ from langgraph_latent.prompt.template import TemplateInputs
 from langgraph_latent.testing import tiny_tokenizer
 
 THINKS = QWEN3.replace(END, END.replace("assistant\n", "assistant\n<think>\n"))
-"""The prompt opens the thought, as of DeepSeek-R1 and Qwen3-Thinking."""
+"""The prompt opens the reasoning, as of DeepSeek-R1 and Qwen3-Thinking."""
 SERIALIZER = JsonPlusSerializer()
 
 
@@ -101,7 +101,7 @@ def calls_of(reply: AIMessage) -> list[tuple[str, dict[str, Any]]]:
     return [(call["name"], call["args"]) for call in reply.tool_calls]
 
 
-def told(reply: AIMessage) -> dict[str, Any]:
+def reply_data(reply: AIMessage) -> dict[str, Any]:
     """All of a reply but its run id, and errors of invalid calls, which LangChain's chunks don't carry."""
     return {
         "content": reply.content,
@@ -133,7 +133,7 @@ def test_invoke_stream_and_their_async_forms_say_the_same(answer: str, chat_of: 
     streaming = chat_of(QWEN25, streaming=True).bind_tools([add, look_up]).invoke("go", **options())
     replies = [invoked, sum(chunks[1:], chunks[0]), awaited, sum(awaited_chunks[1:], awaited_chunks[0]), streaming]
     for reply in replies[1:]:
-        assert told(reply) == told(invoked)
+        assert reply_data(reply) == reply_data(invoked)
     for message in (*replies, *chunks):
         kept = SERIALIZER.loads_typed(SERIALIZER.dumps_typed(message))
         assert kept == message
@@ -201,7 +201,7 @@ def test_without_tools_a_call_is_text(chat_of: Callable[..., ChatLatent]) -> Non
 # -- reasoning -------------------------------------------------------------------------------------------------------
 
 
-def test_a_thought_that_is_cut_is_no_content(chat_of: Callable[..., ChatLatent]) -> None:
+def test_reasoning_that_is_cut_is_not_content(chat_of: Callable[..., ChatLatent]) -> None:
     """Field case 23: the prompt opens the block and `max_tokens` ends the answer before it is closed."""
     chat = chat_of(THINKS)
     reply = chat.invoke("go", max_tokens=5, **saying(chat, "hm, so what"))
@@ -209,11 +209,11 @@ def test_a_thought_that_is_cut_is_no_content(chat_of: Callable[..., ChatLatent])
     assert reply.response_metadata["finish_reason"] == "length"
     assert reply.usage_metadata["output_tokens"] == 5
     assert reply.usage_metadata["output_token_details"]["reasoning"] == 5
-    thought = chat.tokenizer.decode(chat.get_token_ids("hm, so what")[:5])
-    assert [(block["type"], block["reasoning"]) for block in reply.content_blocks] == [("reasoning", thought)]
+    reasoning = chat.tokenizer.decode(chat.get_token_ids("hm, so what")[:5])
+    assert [(block["type"], block["reasoning"]) for block in reply.content_blocks] == [("reasoning", reasoning)]
 
 
-def test_a_thought_that_is_closed_leaves_the_content(chat_of: Callable[..., ChatLatent]) -> None:
+def test_reasoning_that_is_closed_leaves_the_content(chat_of: Callable[..., ChatLatent]) -> None:
     chat = chat_of(THINKS)
     reply = chat.invoke("go", **saying(chat, "hm\n</think>\n\nyes"))
     assert (reply.content, reply.additional_kwargs["reasoning_content"]) == ("yes", "hm\n")
@@ -260,7 +260,7 @@ OTHER_CALLS = {
     "malformed": (QWEN25, "<tool_call>{add}</tool_call>"),
     "llama, blanks": (LLAMA, '{ "name": "add",  "parameters": {"b": 2, "a": 1} }'),
     "llama, two": (LLAMA, '{"name": "add", "parameters": {}}; {"name": "look_up", "parameters": {"query": "x"}}'),
-    "thought": (QWEN3, f"<think>\nhm\n</think>\n\n{ADD}"),
+    "reasoning": (QWEN3, f"<think>\nhm\n</think>\n\n{ADD}"),
     "cut": (QWEN25, '<tool_call>{"name": '),
 }
 
@@ -271,10 +271,10 @@ def results_of(reply: AIMessage) -> list[BaseMessage]:
 
 
 @pytest.mark.parametrize("name", [*NATIVE_CALLS, *OTHER_CALLS])
-def test_a_turn_behind_a_handle_is_the_turn_of_the_whole_history(
+def test_a_turn_after_a_handle_is_the_turn_of_the_whole_history(
     name: str, chat_of: Callable[..., ChatLatent], ws: LatentWorkspace
 ) -> None:
-    """Field cases 25, 41 and 43: what the template tells otherwise is read again, and only that."""
+    """Field cases 25, 41 and 43: only what the template renders in another way is read again."""
     template, answer = {**NATIVE_CALLS, **OTHER_CALLS}[name]
     chat = chat_of(template, max_tokens=20)
     options = {"tool_choice": "auto"}
@@ -282,14 +282,14 @@ def test_a_turn_behind_a_handle_is_the_turn_of_the_whole_history(
     reply = chat.bind_tools([add, look_up], **options).invoke(first, max_tokens=400, **saying(chat, answer))
     new = results_of(reply)
     asked = chat.bind_tools([add, look_up], **options)
-    behind = asked.invoke(new, inherit=ws.handle(reply))
+    continued = asked.invoke(new, inherit=ws.handle(reply))
     with LatentWorkspace() as empty:
         alone = chat_of(template, empty, max_tokens=20)
         whole = alone.bind_tools([add, look_up], **options).invoke([*first, reply, *new])
         fresh = empty.handle(whole)
-    assert told(behind) | {"handle": ""} == told(whole) | {"handle": ""}
-    assert ws.handle(behind).tokens == fresh.tokens
-    read = behind.usage_metadata["input_token_details"]["cache_read"]
+    assert reply_data(continued) | {"handle": ""} == reply_data(whole) | {"handle": ""}
+    assert ws.handle(continued).tokens == fresh.tokens
+    read = continued.usage_metadata["input_token_details"]["cache_read"]
     prompt = reply.usage_metadata["input_tokens"]
     assert read >= prompt - 1 - len("assistant\n<think>\n"), "at least the question is reused"
     if name in NATIVE_CALLS:
@@ -299,21 +299,21 @@ def test_a_turn_behind_a_handle_is_the_turn_of_the_whole_history(
 def test_an_agent_that_thinks_reuses_what_its_template_leaves_of_it(
     chat_of: Callable[..., ChatLatent], ws: LatentWorkspace
 ) -> None:
-    """Field case 41: the second question drops the first answer's thought from the history."""
+    """Field case 41: the second question drops the first answer's reasoning from the history."""
     chat = chat_of(THINKS, max_tokens=40)
     history: list[BaseMessage] = [SystemMessage("You think."), HumanMessage("one")]
     reply = chat.invoke(history, **saying(chat, "hm hm hm\n</think>\n\nyes"))
     second = chat.invoke([HumanMessage("two")], inherit=ws.handle(reply))
     with LatentWorkspace() as empty:
         alone = chat_of(THINKS, empty, max_tokens=40).invoke([*history, reply, HumanMessage("two")])
-        assert told(second) | {"handle": ""} == told(alone) | {"handle": ""}
+        assert reply_data(second) | {"handle": ""} == reply_data(alone) | {"handle": ""}
     (event,) = [event for event in ws.tracer.events if isinstance(event, Diverged)]
     read = second.usage_metadata["input_token_details"]["cache_read"]
     assert 0 < read == event.num_tokens < event.num_inherited
     assert "hm hm" not in chat.tokenizer.decode(unpack_tokens(ws.handle(second).tokens))
 
 
-def test_a_thought_before_a_call_leaves_the_history_two_turns_later(
+def test_reasoning_before_a_call_leaves_the_history_two_turns_later(
     chat_of: Callable[..., ChatLatent], ws: LatentWorkspace
 ) -> None:
     """Field case 41: kept while the tool's result is read, gone with the next question."""
@@ -330,7 +330,7 @@ def test_a_thought_before_a_call_leaves_the_history_two_turns_later(
     assert last.usage_metadata["input_token_details"]["cache_read"] > len("one")
     with LatentWorkspace() as empty:
         whole = chat_of(QWEN3, empty, max_tokens=20).bind_tools([add]).invoke(history)
-        assert told(last) | {"handle": ""} == told(whole) | {"handle": ""}
+        assert reply_data(last) | {"handle": ""} == reply_data(whole) | {"handle": ""}
 
 
 @pytest.mark.parametrize(
@@ -353,13 +353,13 @@ def test_a_reader_with_other_tools_reads_its_own_prompt(
     with LatentWorkspace() as empty:
         alone = chat_of(template, empty, max_tokens=20)
         whole = alone.invoke([HumanMessage("read this"), read, HumanMessage("and?")], **after)
-        assert told(reply) | {"handle": ""} == told(whole) | {"handle": ""}
+        assert reply_data(reply) | {"handle": ""} == reply_data(whole) | {"handle": ""}
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_prompt_behind_a_handle_is_the_prompt_of_all_messages(name: str, conversation: str) -> None:
-    """Field case 45: no template is trusted to tell a conversation's beginning as it told it alone."""
+def test_a_prompt_after_a_handle_is_the_prompt_of_all_messages(name: str, conversation: str) -> None:
+    """Field case 45: no template is trusted to render a conversation's beginning as it rendered it alone."""
     messages, has_tools = CONVERSATIONS[conversation]
     if (name, conversation) in REFUSED:
         return
@@ -516,7 +516,7 @@ def test_parallel_tool_calls_false_ends_after_the_first_call(
         '<tool_call>{"name": "add", "arguments": {}}\n{"name": "look_up", "arguments": {}}</tool_call>',
     ],
 )
-def test_parallel_tool_calls_false_leaves_one_call_where_a_form_tells_all_at_once(
+def test_parallel_tool_calls_false_leaves_one_call_where_a_form_has_all_at_once(
     answer: str, chat_of: Callable[..., ChatLatent]
 ) -> None:
     chat = chat_of(QWEN25)
@@ -553,7 +553,7 @@ def test_a_tokenizers_own_response_template_is_used(
     ):
         reply = bound.invoke("go", **saying(chat, answer))
         chunks = list(bound.stream("go", **saying(chat, answer)))
-        assert told(sum(chunks[1:], chunks[0])) == told(reply)
+        assert reply_data(sum(chunks[1:], chunks[0])) == reply_data(reply)
         assert (reply.content, calls_of(reply)) == (content, calls)
         assert [call["args"] for call in reply.invalid_tool_calls] == invalid
         assert reply.additional_kwargs["reasoning_content"] == "hm"
