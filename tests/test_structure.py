@@ -1,15 +1,20 @@
-"""Imports point down, foreign libraries have one door each, the public face is guarded, and importing does no work."""
+"""The rooms of the package: imports point down, foreign libraries have their doors, files stay short, the public names stay
+where they are, and importing does no work. All of it is read off one table, `HOUSE`."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import graphlib
 import importlib
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import pytest
 
@@ -20,107 +25,86 @@ from langgraph_latent.errors import ConfigError, LatentError
 
 PACKAGE = Path(langgraph_latent.__file__).parent
 
-# From the bottom up: a module imports only what stands above it here. Names without a file are planned (design §5).
-LAYERS = [
-    "errors",
-    "paths",
-    "parity",
-    "recipe",
-    "handle",
-    "compose",
-    "spec",
-    "compat",
-    "matrix",
-    "events",
-    "rates",
-    "router",
-    "kv",
-    "kv.buffer",
-    "kv.whole",
-    "kv.state",
-    "kv.rope",
-    "kv.compose",
-    "kv.repair",
-    "kv.scorers",
-    "kv.codec",
-    "models",
-    "models.compute",
-    "models.digest",
-    "models.lora",
-    "folder",
-    "models.sampling",
-    "models.shapes",
-    "models.template",
-    "models.answer",
-    "models.grammar",
-    "models.prompt",
-    "models.probe",
-    "models.align",
-    "models.attention",
-    "models.scheduler",
-    "models.resident",
-    "pool",
-    "pool.budget",
-    "pool.policies",
-    "pool.prefix",
-    "pool.recipes",
-    "pool.tiers",
-    "pool.pool",
-    "adapters.base",
-    "adapters",
-    "delivery",
-    "composer",
-    "tracer",
-    "workspace",
-    "turn",
-    "channel",
-    "threads",
-    "messages",
-    "chat_model",
-    "metrics",
-    "measure",
-    "importance",
-    "node",
-    "testing.tiny",
-    "testing.catalogue",
-    "testing.conformance",
-    "testing.pages",
-    "testing.__main__",
-    "testing",
-    "experiment",
-    "audit",
-    "report",
-    "demo",
-    "demo.convert",
-    "demo.model",
-    "demo.threads",
-    "demo.stats",
-    "demo.agents",
-    "demo.view",
-    "demo.run",
-    "cli",
-    "__main__",
-]
-PLAIN = ["errors", "paths", "parity", "recipe", "handle", "compose", "spec", "compat", "events", "rates", "router"]
-TORCH_FREE = [
-    *PLAIN,
-    "channel",
-    "tracer",
-    "pool.policies",
-    "pool.prefix",
-    "pool.recipes",
-    "matrix",
-    "models.digest",
-    "folder",
-]
-OUTSIDE = ("demo", "cli", "testing", "__main__")  # may use what they show or fake
-DOORS = {
-    "langgraph": {"channel", "node"},
-    "langchain_core": {"chat_model", "messages", "node"},
-    "transformers.cache_utils": {"kv.state"},
-    "transformers.generation": {"models.grammar", "models.sampling", "turn"},
-    "safetensors": {"kv.codec"},
-}
+MAX_ROOT_FILES, MAX_LINES, MAX_FUNCTION_LINES = 12, 500, 60
+MAX_KNOWN = 26
+"""Modules of the package that one module imports; the chat model, which joins all rooms to LangChain, has the most."""
+
+
+class Room(NamedTuple):
+    """A file at the package's root, or a package below it.
+
+    Attributes:
+        name: of the file or package.
+        libraries: foreign libraries that it may import, each with the files that may, "*" for all of them. A longer
+            name is a door of its own: where it is listed in any room, only the listed files may import it.
+        light: files that import neither torch nor transformers, "*" for all of them.
+    """
+
+    name: str
+    libraries: Mapping[str, str] = MappingProxyType({})
+    light: str = "*"
+
+
+# From the bottom up: a room imports what stands above it here. A new room is one line.
+HOUSE = (
+    Room("errors"),
+    Room("checks"),
+    Room("disk_cache"),
+    Room("events"),
+    Room("tracer"),
+    Room("handle"),
+    Room(
+        "spec",
+        {"transformers": "config geometry folder", "numpy": "digest", "huggingface_hub": "folder", "rich": "matrix"},
+        light="__init__ spec compat digest matrix",
+    ),
+    Room("router"),
+    Room(
+        "kv",
+        {"torch": "*", "transformers": "*", "transformers.cache_utils": "*", "safetensors": "codec"},
+        light="__init__",
+    ),
+    Room(
+        "prompt",
+        {
+            "transformers": "*",
+            "transformers.generation": "grammar",
+            "tokenizers": "detokenizer",
+            "jinja2": "template",
+            "llguidance": "grammar",
+            "torch": "grammar",
+            "numpy": "grammar",
+        },
+        light="__init__ tool_calls",
+    ),
+    Room(
+        "engine",
+        {"torch": "*", "transformers": "*", "transformers.generation": "sampling"},
+        light="__init__",
+    ),
+    Room("pool", {"torch": "budget"}, light="__init__ policies prefix handle_book"),
+    Room(
+        "workspace",
+        {
+            "torch": "composer decoding generation",
+            "transformers": "decoding",
+            "transformers.generation": "decoding",
+        },
+        light="",
+    ),
+    Room("channel", {"langgraph": "*", "typing_extensions": "*"}),
+    Room("event_loop"),
+    Room("tools", {"langchain_core": "*", "pydantic": "*"}, light=""),
+    Room("messages", {"langchain_core": "*"}, light=""),
+    Room("chat_model", {"langchain_core": "*", "pydantic": "*", "transformers": "*"}, light=""),
+    Room("node", {"langchain_core": "*", "langgraph": "*", "typing_extensions": "*"}, light=""),
+    Room("evaluation", {"torch": "*"}, light=""),
+    Room("testing", {"*": "*"}, light=""),
+    Room("demo", {"*": "*"}, light=""),
+    Room("cli", {"*": "*"}, light=""),
+)
+PLAIN = ("errors", "checks", "disk_cache", "events", "tracer", "handle", "router")
+"""Rooms that import the standard library and one another, and `spec.spec` and `spec.compat`."""
 PUBLIC = [
     "ChatLatent",
     "Compatibility",
@@ -145,93 +129,130 @@ PUBLIC = [
 
 
 def module_files() -> dict[str, Path]:
-    """Every module of the package by its name without the package's."""
-    files = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if name:
-            files[name] = path
-    return files
+    """Every module of the package by its name without the package's; a package's `__init__` by "package.__init__"."""
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path != PACKAGE / "__init__.py"
+    }
+
+
+FILES = module_files()
+ROOMS = {room.name: room for room in HOUSE}
+
+
+def room_of(module: str) -> Room:
+    return ROOMS[module.split(".")[0]]
+
+
+def is_named(name: str, listed: str) -> bool:
+    return listed == "*" or name in listed.split()
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Every module that a file names in an import, also inside functions, `from x import module` resolved.
-
-    What is imported for type checkers alone does not count: two nouns may name each other.
-    """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for_types = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    skipped = {id(inner) for node in for_types for inner in ast.walk(node)}
-    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
+    """Every module that a file names in an import: at its top, inside functions, for type checkers; `from x import y`
+    as x and as x.y."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path} has a relative import"
-            module = node.module or ""
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_imports(path: Path, files: dict[str, Path]) -> set[str]:
-    named = {name.removeprefix("langgraph_latent.") for name in imports_of(path) if name.startswith("langgraph_latent")}
-    found = {name for name in named if name in files}
+def own_imports(path: Path) -> set[str]:
+    """The modules of the package that a file imports."""
+    named = {
+        name.removeprefix("langgraph_latent.") for name in imports_of(path) if name.startswith("langgraph_latent.")
+    }
+    packages = {name for name in named if f"{name}.__init__" in FILES}
+    found = {name for name in named if name in FILES}
     # `from package import module` names the package only for its modules
-    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+    return found | {f"{name}.__init__" for name in packages if not any(each.startswith(f"{name}.") for each in found)}
 
 
-def test_every_module_has_its_place_in_the_layers() -> None:
-    missing = sorted(set(module_files()) - set(LAYERS))
-    adapters = [
-        name for name in missing if name.startswith("adapters.")
-    ]  # one idea, one file: between base and catalogue
-    assert sorted(set(missing) - set(adapters)) == [], (
-        "put them where they belong in LAYERS, and into docs/structure.md"
+def foreign_imports(path: Path) -> set[str]:
+    names = {name for name in imports_of(path) if name.split(".")[0] not in sys.stdlib_module_names}
+    return {name for name in names if name.split(".")[0] not in ("langgraph_latent", "__future__")}
+
+
+def test_every_module_is_in_a_room_and_every_room_is_there() -> None:
+    assert {name.split(".")[0] for name in FILES} == set(ROOMS), (
+        "a new room is a line in HOUSE and in docs/structure.md"
     )
-    assert len(set(LAYERS)) == len(LAYERS)
+    assert len(ROOMS) == len(HOUSE)
+    for room in HOUSE:
+        files = {name.removeprefix(f"{room.name}.") for name in FILES if room_of(name) is room}
+        listed = " ".join([room.light, *room.libraries.values()]).replace("*", "").split()
+        assert set(listed) <= files, f"{room.name} lists files that are not there"
 
 
-@pytest.mark.parametrize("name", module_files())
+@pytest.mark.parametrize("name", FILES)
 def test_imports_point_down_only(name: str) -> None:
-    files = module_files()
-    ranks = {layer: rank for rank, layer in enumerate(LAYERS)}
-    between = (ranks["adapters.base"] + ranks["adapters"]) / 2
-    mine = ranks.get(name, between)
-    up = sorted(other for other in own_imports(files[name], files) if ranks.get(other, between) >= mine)
-    assert up == []
+    ranks = {room.name: rank for rank, room in enumerate(HOUSE)}
+    mine = ranks[name.split(".")[0]]
+    assert [other for other in own_imports(FILES[name]) if ranks[other.split(".")[0]] > mine] == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Not at the top, not inside a function and not for a type checker."""
+    graph = {name: own_imports(path) for name, path in FILES.items()}
+    with contextlib.suppress(graphlib.CycleError):
+        assert list(graphlib.TopologicalSorter(graph).static_order())
+        return
+    with pytest.raises(graphlib.CycleError) as caught:
+        graphlib.TopologicalSorter(graph).prepare()
+    pytest.fail(f"these import each other: {' -> '.join(caught.value.args[1])}")
 
 
 def test_the_check_of_imports_sees_them() -> None:
-    files = module_files()
-    assert {"kv.state", "pool.pool", "models.resident", "router"} <= own_imports(files["workspace"], files)
-    assert own_imports(files["kv.state"], files) == {"errors", "kv.buffer", "kv.whole"}
-    assert own_imports(files["errors"], files) == set()
-    assert own_imports(files["recipe"], files) == {"errors"}
+    assert {"kv.state", "handle.handle", "router.choice", "workspace.keeper"} <= own_imports(
+        FILES["workspace.materialize"]
+    )
+    assert own_imports(FILES["router.__init__"]) == {"router.policy", "router.choice", "router.router"}
+    assert own_imports(FILES["errors"]) == set()
 
 
-@pytest.mark.parametrize("library", DOORS)
-def test_a_foreign_library_has_its_doors_and_no_other(library: str) -> None:
-    """A version change of it is one file to repair."""
-    users = {
-        name
-        for name, path in module_files().items()
-        if not name.startswith(OUTSIDE)
-        and any(used == library or used.startswith(f"{library}.") for used in imports_of(path))
-    }
-    assert users <= DOORS[library]
+@pytest.mark.parametrize("name", FILES)
+def test_a_foreign_library_has_its_doors_and_no_other(name: str) -> None:
+    """A version change of it is few files to repair, and the list of them is in HOUSE."""
+    libraries = room_of(name).libraries
+    if "*" in libraries:
+        return
+    doors = {library for room in HOUSE for library in room.libraries}
+    file = name.split(".", 1)[-1]
+    for used in foreign_imports(FILES[name]):
+        through = max((door for door in doors if used == door or used.startswith(f"{door}.")), key=len, default=used)
+        assert is_named(file, libraries.get(through, "")), f"{name} imports {used}"
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_modules_import_the_standard_library_only(name: str) -> None:
-    roots = {used.split(".")[0] for used in imports_of(module_files()[name])} - {"langgraph_latent"}
-    assert roots <= set(sys.stdlib_module_names) | {"__future__"}
+@pytest.mark.parametrize("name", [name for name in FILES if name.split(".")[0] in PLAIN])
+def test_plain_rooms_import_the_standard_library_and_one_another(name: str) -> None:
+    assert foreign_imports(FILES[name]) == set()
+    others = {other for other in own_imports(FILES[name]) if other.split(".")[0] not in PLAIN}
+    assert others <= {"spec.spec", "spec.compat"}
+
+
+def test_files_and_functions_stay_short_and_the_root_small() -> None:
+    assert len([*PACKAGE.glob("*.py")]) <= MAX_ROOT_FILES
+    for name, path in FILES.items():
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= MAX_LINES, name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION_LINES, f"{name}: {node.name}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_module_says_what_it_holds_and_knows_few_others(name: str) -> None:
+    assert ast.get_docstring(ast.parse(FILES[name].read_text(encoding="utf-8"))), name
+    assert len(own_imports(FILES[name])) <= MAX_KNOWN
 
 
 def test_nothing_is_pickled_anywhere() -> None:
     forbidden = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch.load", "torch.save")
-    for name, path in module_files().items():
+    for name, path in FILES.items():
         if name.startswith("demo"):
             continue
         assert not [used for used in imports_of(path) if used.split(".")[0] in forbidden], name
@@ -247,11 +268,15 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("name", ["", *TORCH_FREE])
+LIGHT = [name for name in FILES if is_named(name.split(".", 1)[-1], room_of(name).light)]
+
+
+@pytest.mark.parametrize("name", ["", *LIGHT])
 def test_importing_what_needs_no_tensors_takes_no_torch(name: str) -> None:
-    loaded = loaded_by(f"import langgraph_latent{'.' if name else ''}{name}")
+    module = f".{name}".removesuffix(".").removesuffix(".__init__")
+    loaded = loaded_by(f"import langgraph_latent{module}")
     assert not loaded & {"torch", "transformers", "safetensors"}
-    if name in ("", *PLAIN):
+    if name.split(".")[0] in ("", *PLAIN):
         assert not loaded & {"langgraph.graph", "langchain_core"}
 
 
@@ -271,9 +296,9 @@ def test_the_public_names_are_these_and_each_is_there() -> None:
     assert dir(langgraph_latent) == sorted(langgraph_latent.__all__)
     for name in PUBLIC:
         value = getattr(langgraph_latent, name)
-        assert value.__module__ == f"langgraph_latent.{langgraph_latent._HOMES[name]}"
+        assert value.__module__ == "langgraph_latent"
         assert value.__doc__, name
-        home = importlib.import_module(value.__module__)
+        home = importlib.import_module(f"langgraph_latent.{langgraph_latent._HOMES[name]}")
         assert getattr(home, name) is value
     assert set(langgraph_latent._HOMES) == set(PUBLIC)
 

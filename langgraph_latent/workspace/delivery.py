@@ -10,34 +10,27 @@ import time
 from dataclasses import replace
 
 from langgraph_latent.engine.model import ResidentModel
-from langgraph_latent.errors import ConfigError, HandleError, PromptError, RouteError
-from langgraph_latent.events import Delivered, Diverged, FellBack, Rebuilt, Reworded, Routed
-from langgraph_latent.handle.compose import merge, repaired, without_contained
+from langgraph_latent.errors import RouteError
+from langgraph_latent.events import Delivered, Diverged, FellBack, Rebuilt, Reworded
 from langgraph_latent.handle.handle import KVHandle
-from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.buffer import capacity_for
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.prompt.template import TemplateInputs
-from langgraph_latent.router.choice import Facts, RouteDecision, Situation, by_identity, choose, facts_of
-from langgraph_latent.router.parity import parity_refusal
+from langgraph_latent.router.choice import Facts, choose
 from langgraph_latent.router.policy import EdgePolicy, Route
-from langgraph_latent.router.rates import Cost, Rates
-from langgraph_latent.router.router import EdgeRouter
-from langgraph_latent.spec.compat import Compatibility, Level, compare
-from langgraph_latent.spec.spec import ModelSpec
+from langgraph_latent.router.rates import Cost
+from langgraph_latent.spec.compat import Compatibility, Level
 from langgraph_latent.workspace.keeper import CacheKeeper
 from langgraph_latent.workspace.materialize import Materializer
 from langgraph_latent.workspace.models import ModelsInUse
 from langgraph_latent.workspace.request import Delivery, Plan, Request, joined_transcript, transcript, unrouted
+from langgraph_latent.workspace.routing import Routing
 
 
 class Deliverer:
     """Serves requests of one workspace. Safe in threads."""
 
-    def __init__(
-        self, router: EdgeRouter, keeper: CacheKeeper, materializer: Materializer, models: ModelsInUse
-    ) -> None:
-        self._router = router
+    def __init__(self, routing: Routing, keeper: CacheKeeper, materializer: Materializer, models: ModelsInUse) -> None:
+        self._routing = routing
         self._keeper = keeper
         self._materializer = materializer
         self._models = models
@@ -57,13 +50,14 @@ class Deliverer:
         except (RuntimeError, MemoryError) as error:  # the receiver's device has no room for it
             if not plan.may_fall_back:
                 raise
-            self.report_failure(request, plan.lead, error)
+            self._report_failure(request, plan.lead, error)
             plan, state, moved = self._failed(receiver, request, plan, error), receiver.empty_state(), None
         if plan.lead.tokens:
             self._report_delivery(request, plan, state, time.perf_counter() - begin)
         if plan.prompt.num_inherited < plan.lead.num_tokens:
             plan = plan.diverged(state.num_tokens, receiver.spec.capabilities.refusal("crop"))
-        decision = max(plan.edges, key=lambda edge: edge.level) if plan.edges else unrouted(state.num_tokens)
+        decisions = [edge.decision for edge in plan.edges] or [unrouted(state.num_tokens)]
+        decision = max(decisions, key=lambda each: each.level)
         num_missing = plan.num_tokens - state.num_tokens
         estimated = self._models.rates(receiver).cost(num_missing, moved.move_bytes if moved else 0)
         return Delivery(
@@ -79,7 +73,7 @@ class Deliverer:
         self, receiver: ResidentModel, request: Request, delivery: Delivery, error: Exception
     ) -> Delivery:
         """What a receiver starts from after a delivered cache failed in use: everything is re-read."""
-        self.report_failure(request, delivery.base, error)
+        self._report_failure(request, delivery.base, error)
         self._keeper.give_up(delivery.state)
         decision = delivery.decision.failed(error)
         if not delivery.base.provenance_digest:
@@ -88,105 +82,28 @@ class Deliverer:
         again = self.deliver(receiver, request._replace(messages=messages, handles=(), reuse=False))
         return again._replace(decision=decision)
 
-    def situation(
-        self,
-        handle: KVHandle,
-        spec: ModelSpec,
-        receiver: ResidentModel | None,
-        *,
-        first: bool,
-        template_inputs: TemplateInputs | None,
-    ) -> Situation:
-        """What the edge from a handle to a model is decided from now; `receiver` is None where none is in memory."""
-        sender = self._models.spec(handle.model)
-        if sender is None:
-            compatibility = by_identity(handle.model, spec)
-        else:  # a spec that is not a model's in use may have other notes than the one with its identity
-            compatibility = self._models.compatibility(sender, spec) if receiver else compare(sender, spec)
-        facts = facts_of(handle, spec)._replace(
-            first=first, rates=self._models.rates(receiver) if receiver else Rates()
-        )
-        if compatibility.level is Level.EXACT and first:
-            num_cached, move_bytes = self._materializer.availability(handle, spec, receiver)
-            facts = facts._replace(cached_tokens=num_cached, move_bytes=move_bytes)
-            is_costly = move_bytes or handle.num_tokens - num_cached > handle.num_pending
-            if is_costly and receiver and template_inputs:
-                facts = facts._replace(text_tokens=_num_text_tokens(handle, receiver, template_inputs))
-        if facts.has_latent_steps and not facts.latent_steps_refusal:
-            refusals = (parity_refusal(spec.identity, steps) for steps in sorted(handle.steps))
-            facts = facts._replace(latent_steps_refusal=next(filter(None, refusals), ""))
-        return Situation(sender or handle.model, spec, compatibility, facts)
-
     # -- the plan -------------------------------------------------------------------------------------------------
 
     def _planned(self, receiver: ResidentModel, request: Request) -> Plan:
         """How each edge is served, and the prompt after what comes as a cache."""
-        spec, node = self._models.note(receiver), request.call_site.node
-        handles = self._joined(without_contained(request.handles), spec, node)
-        policies = tuple(self._router.policy_for(handle, node) for handle in handles)
-        edges = [
-            self._route(handle, receiver, policy, request, first=not index, last=index == len(handles) - 1)
-            for index, (handle, policy) in enumerate(zip(handles, policies, strict=True))
-        ]
-        root = KVHandle.root(spec.identity, self._keeper.tenant)
-        is_cache = bool(edges) and edges[0].route is Route.CACHE
-        lead = handles[0] if is_cache else root
+        edges = self._routing.edges(receiver, request)
+        root = KVHandle.root(receiver.spec.identity, self._keeper.tenant)
+        is_cache = bool(edges) and edges[0].decision.route is Route.CACHE
+        lead = edges[0].handle if is_cache else root
         receiver.check_vocabulary(lead)
-        inherited = joined_transcript([handle.messages if handle is lead else transcript(handle) for handle in handles])
-        plan = self._with_prompt(receiver, request, Plan(edges, policies, lead, (*inherited, *request.messages), root))
+        transcripts = [edge.handle.messages if edge.handle is lead else transcript(edge.handle) for edge in edges]
+        messages = (*joined_transcript(transcripts), *request.messages)
+        plan = self._with_prompt(receiver, request, Plan(edges, lead, messages, root))
         if not lead.provenance_digest or plan.prompt.num_inherited == lead.num_tokens:
             return plan
         # what was composed can't be a part of what is plain
-        if not policies[0].may_read:
+        if not edges[0].policy.may_read:
             raise RouteError(
                 f"the template renders handle {lead.id} otherwise, and the edge's policy forbids to re-read it"
             )
         num_kept, num_inherited = plan.prompt.num_inherited, lead.num_tokens
         self._keeper.emit(Diverged.of(lead, request.call_site, num_tokens=num_kept, num_inherited=num_inherited))
         return self._as_text(receiver, request, plan)._replace(edges=plan.diverged(0).edges)
-
-    def _joined(self, handles: list[KVHandle], spec: ModelSpec, node: str) -> list[KVHandle]:
-        """Several handles as one, repaired, where every edge's policy allows level 1 and the model can; else as is."""
-        policies = [self._router.policy_for(handle, node) for handle in handles]
-        is_allowed = all(Level.MOVED in policy.levels and policy.route is not Route.TEXT for policy in policies)
-        is_own = all(handle.model == spec.identity for handle in handles)
-        if not (handles and is_allowed and is_own and spec.capabilities.can("move")):
-            return handles
-        repair = policies[0].repair if spec.capabilities.can("batch") else None
-        try:
-            return [repaired(merge(handles), repair)]
-        except (ConfigError, HandleError):  # too many blocks, or blocks of blocks too often
-            return handles
-
-    def _route(
-        self,
-        handle: KVHandle,
-        receiver: ResidentModel,
-        policy: EdgePolicy,
-        request: Request,
-        *,
-        first: bool,
-        last: bool,
-    ) -> RouteDecision:
-        inputs = request.template_inputs
-        situation = self.situation(handle, receiver.spec, receiver, first=first, template_inputs=inputs)
-        facts, compatibility = situation.facts, situation.compatibility
-        if handle.provenance_digest and not last:
-            refusal = facts.move_refusal or "other handles come after it, and their edges forbid to join them"
-            facts = facts._replace(move_refusal=refusal)
-        decision = choose(compatibility, policy, facts)
-        self._keeper.emit(
-            Routed.of(
-                handle,
-                request.call_site,
-                route=decision.route.value,
-                level=int(decision.level),
-                code=decision.code,
-                reason=decision.reason,
-                differences=compatibility.reasons,
-            )
-        )
-        return decision
 
     def _with_prompt(self, receiver: ResidentModel, request: Request, plan: Plan) -> Plan:
         """A plan with its prompt, which is rendered and checked here."""
@@ -201,7 +118,7 @@ class Deliverer:
 
     def _failed(self, receiver: ResidentModel, request: Request, plan: Plan, error: Exception) -> Plan:
         """The plan to re-read everything after a cache failed."""
-        edges = [edge.failed(error) for edge in plan.edges[:1]] + plan.edges[1:]
+        edges = [edge._replace(decision=edge.decision.failed(error)) for edge in plan.edges[:1]] + plan.edges[1:]
         if not plan.lead.provenance_digest:
             return plan._replace(edges=edges, lead=plan.root)
         return self._as_text(receiver, request, plan)._replace(edges=edges)
@@ -218,7 +135,7 @@ class Deliverer:
 
         Whether a state from elsewhere is moved was decided with the edge; where there is none, it is decided alike.
         """
-        may_reuse = request.reuse and not any(policy.route is Route.TEXT for policy in plan.policies)
+        may_reuse = request.reuse and not any(edge.policy.route is Route.TEXT for edge in plan.edges)
         if not (may_reuse or plan.lead.provenance_digest) or not receiver.spec.capabilities.can("append"):
             return receiver.empty_state(), None
         limit = plan.num_tokens - request.num_fed
@@ -228,11 +145,10 @@ class Deliverer:
         if not (nbytes := self._materializer.bytes_elsewhere(found, receiver)):
             return found, None
         facts = Facts(limit, found.num_tokens, nbytes, rates=self._models.rates(receiver))
-        edge = plan.edges[0] if plan.edges else choose(Compatibility(Level.EXACT), EdgePolicy(), facts)
-        is_worth_it = edge.estimated is not None and edge.estimated.move_bytes
-        if (
-            not is_worth_it and not plan.lead.provenance_digest
-        ):  # a composed cache is not computed by reading its tokens
+        decision = plan.edges[0].decision if plan.edges else choose(Compatibility(Level.EXACT), EdgePolicy(), facts)
+        estimated = decision.estimated
+        is_worth_it = estimated is not None and estimated.move_bytes
+        if not is_worth_it and not plan.lead.provenance_digest:  # what is composed can't be made by reading its tokens
             return receiver.empty_state(), None
         return self._materializer.move(found, receiver, request.call_site)
 
@@ -257,20 +173,10 @@ class Deliverer:
             )
         )
 
-    def report_failure(self, request: Request, handle: KVHandle, error: Exception) -> None:
+    def _report_failure(self, request: Request, handle: KVHandle, error: Exception) -> None:
         reason = f"{type(error).__name__}: {error}"
         self._keeper.emit(
             FellBack.of(
                 handle, request.call_site, from_route=Route.CACHE.value, to_route=Route.TEXT.value, reason=reason
             )
         )
-
-
-def _num_text_tokens(handle: KVHandle, receiver: ResidentModel, inputs: TemplateInputs) -> int | None:
-    """Tokens of a handle's messages under other template inputs than they were written with; None for the same."""
-    if all(segment.inputs_digest == inputs.digest for segment in handle.segments):
-        return None
-    try:
-        return len(receiver.prompts.write(handle.messages, inputs, reply=False).tokens) // TOKEN_BYTES
-    except PromptError:  # they can't be rendered alone
-        return None

@@ -11,56 +11,49 @@ from langgraph_latent.events import CallSite, Exported, Ingested, Refused
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.kv import codec
 from langgraph_latent.workspace.composer import biases_of
-from langgraph_latent.workspace.keeper import CacheKeeper
-from langgraph_latent.workspace.materialize import Materializer
+from langgraph_latent.workspace.services import Services
 
 
-class CacheFiles:
-    """Exports what a keeper keeps or a materializer makes, and ingests it again."""
-
-    def __init__(self, keeper: CacheKeeper, materializer: Materializer) -> None:
-        self._keeper = keeper
-        self._materializer = materializer
-
-    def export(self, handle: KVHandle, model: ResidentModel, path: str | Path | None) -> bytes | None:
-        """Write a handle with its tensors to one file (mode 0600, whole or not at all), or return the bytes."""
-        begin = time.perf_counter()
-        blob = codec.encode(handle, self._materializer.state_of(handle, model, CallSite()), model.spec)
-        if path is not None:
-            codec.write_file(Path(path), blob)
-        self._keeper.emit(
-            Exported.of(
-                handle,
-                num_tokens=handle.num_tokens,
-                nbytes=len(blob),
-                duration_s=time.perf_counter() - begin,
-                file=str(path or ""),
-            )
+def export(services: Services, handle: KVHandle, model: ResidentModel, path: str | Path | None) -> bytes | None:
+    """Write a handle with its tensors to one file (mode 0600, whole or not at all), or return the bytes."""
+    begin = time.perf_counter()
+    blob = codec.encode(handle, services.materializer.state_of(handle, model), model.spec)
+    if path is not None:
+        codec.write_file(Path(path), blob)
+    services.keeper.emit(
+        Exported.of(
+            handle,
+            num_tokens=handle.num_tokens,
+            nbytes=len(blob),
+            duration_s=time.perf_counter() - begin,
+            file=str(path or ""),
         )
-        return blob if path is None else None
+    )
+    return blob if path is None else None
 
-    def ingest(self, source: str | Path | bytes, model: ResidentModel, call_site: CallSite) -> KVHandle:
-        """Verify an exported cache, then keep it. Raises `CodecError` or `TenantError`; then nothing of it was used."""
-        begin = time.perf_counter()
-        is_file = isinstance(source, str | Path)
-        try:
-            blob = codec.read_file(Path(source), model.spec) if isinstance(source, str | Path) else bytearray(source)
-            handle, state = codec.decode(blob, model.spec, model.opaque_layers)
-        except CodecError as error:
-            self._keeper.emit(Refused(call_site=call_site, reason=str(error)))
-            raise
-        self._keeper.check(handle)
-        model.check_vocabulary(handle)
-        state, _ = self._materializer.move(state.with_biases(biases_of(handle, model)), model, call_site)
-        self._keeper.keep(handle, state, model.spec.dtype, call_site)
-        self._keeper.emit(
-            Ingested.of(
-                handle,
-                call_site,
-                num_tokens=handle.num_tokens,
-                nbytes=len(blob),
-                duration_s=time.perf_counter() - begin,
-                file=str(source) if is_file else "",
-            )
+
+def ingest(services: Services, source: str | Path | bytes, model: ResidentModel, call_site: CallSite) -> KVHandle:
+    """Verify an exported cache, then keep it. Raises `CodecError` or `TenantError`; then nothing of it was used."""
+    begin = time.perf_counter()
+    is_file = isinstance(source, str | Path)
+    try:
+        blob = codec.read_file(Path(source), model.spec) if isinstance(source, str | Path) else bytearray(source)
+        handle, state = codec.decode(blob, model.spec, model.opaque_layers)
+    except CodecError as error:
+        services.keeper.emit(Refused(call_site=call_site, reason=str(error)))
+        raise
+    services.keeper.check(handle)
+    model.check_vocabulary(handle)
+    state, _ = services.materializer.move(state.with_biases(biases_of(handle, model)), model, call_site)
+    services.keeper.keep(handle, state, model.spec.dtype, call_site)
+    services.keeper.emit(
+        Ingested.of(
+            handle,
+            call_site,
+            num_tokens=handle.num_tokens,
+            nbytes=len(blob),
+            duration_s=time.perf_counter() - begin,
+            file=str(source) if is_file else "",
         )
-        return handle
+    )
+    return handle

@@ -10,33 +10,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.engine.scheduler import Limits, RequestSlot
 from langgraph_latent.events import Decoded, Prefilled
-from langgraph_latent.handle.handle import KVHandle, Message
-from langgraph_latent.handle.provenance import LatentSteps, Provenance
+from langgraph_latent.handle.handle import KVHandle, LatentSteps, Provenance
+from langgraph_latent.handle.message import Message
 from langgraph_latent.handle.tokens import TOKEN_BYTES, pack_tokens, unpack_tokens
 from langgraph_latent.kv.state import KVState, KVTail
-from langgraph_latent.prompt.answer import Part
+from langgraph_latent.prompt.answer import AnswerPart
 from langgraph_latent.router.choice import RouteDecision
 from langgraph_latent.router.rates import Cost
 from langgraph_latent.workspace.decoding import AnswerOptions, Decoding
-from langgraph_latent.workspace.delivery import Deliverer
-from langgraph_latent.workspace.keeper import CacheKeeper
-from langgraph_latent.workspace.models import ModelsInUse
 from langgraph_latent.workspace.request import EMPTY_ANSWER, Delivery, Request
-
-
-class Services(NamedTuple):
-    """What a generation needs of a workspace."""
-
-    deliverer: Deliverer
-    keeper: CacheKeeper
-    models: ModelsInUse
+from langgraph_latent.workspace.services import Services
 
 
 class Generation:
@@ -55,7 +44,7 @@ class Generation:
     def __init__(
         self, services: Services, model: ResidentModel, request: Request, limits: Limits | None = None
     ) -> None:
-        self._deliverer, self._keeper, self._models = services
+        self._deliverer, self._keeper, self._models = services.deliverer, services.keeper, services.models
         self._model = model
         self._limits = limits or Limits()
         self._call_site = request.call_site
@@ -73,7 +62,7 @@ class Generation:
     def _with_system_prefix(self, base: KVHandle) -> KVHandle:
         """The base; where that is of no tokens, with what leads the conversation as a segment of its own."""
         messages = self._delivery.messages
-        head = b"" if base.tokens else self._model.prompts.head(messages, self._template_inputs)
+        head = b"" if base.tokens else self._model.prompts.system_prefix(messages, self._template_inputs)
         if not head or not self._delivery.tokens.startswith(head):
             return base
         system = [message for message in messages[:1] if message["role"] == "system"]
@@ -117,7 +106,7 @@ class Generation:
             self._keep(self.handle, tail.seal())
         return self.handle
 
-    def decode(self, options: AnswerOptions) -> Iterator[Part]:
+    def decode(self, options: AnswerOptions) -> Iterator[AnswerPart]:
         """Prefill the prompt and sample an answer, yielding its parts piece by piece.
 
         Closing the iterator, or setting the `cancelled` of its limits, ends the decoding after the current token; what
@@ -128,7 +117,7 @@ class Generation:
         self.decoding = Decoding(self._model, prompt, self._template_inputs, seed, options)
         return self._decoded(self.decoding)
 
-    def _decoded(self, decoding: Decoding) -> Iterator[Part]:
+    def _decoded(self, decoding: Decoding) -> Iterator[AnswerPart]:
         with self._prefilled() as (tail, logits, slot):
             assert logits is not None, "an answer always follows at least one fed token"
             try:

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import HandleError, ModelMismatchError, UnsupportedLayerError
-from langgraph_latent.events import CallSite, Composed, Moved, Rebuilt
-from langgraph_latent.handle.handle import KVHandle, handles_in
-from langgraph_latent.handle.provenance import Composition, LatentSteps
+from langgraph_latent.events import NOWHERE, CallSite, Composed, Moved, Rebuilt
+from langgraph_latent.handle.handle import Composition, KVHandle, LatentSteps, handles_in
 from langgraph_latent.handle.tokens import TOKEN_BYTES, unpack_tokens
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.router.choice import facts_of
@@ -41,7 +40,7 @@ class Materializer:
         self._lock = threading.Lock()
         self._composing: dict[tuple[str, bytes], threading.RLock] = {}
 
-    def state_of(self, handle: KVHandle, receiver: ResidentModel, call_site: CallSite) -> KVState:
+    def state_of(self, handle: KVHandle, receiver: ResidentModel, call_site: CallSite = NOWHERE) -> KVState:
         """A handle's state, the pending token's included.
 
         Raises `ModelMismatchError` for a handle of another model, and `HandleError`.
@@ -49,7 +48,7 @@ class Materializer:
         self._check_for(handle, receiver)
         return self._state(handle, handle.num_tokens, receiver, call_site)
 
-    def whole_state_of(self, handle: KVHandle, receiver: ResidentModel, call_site: CallSite) -> KVState:
+    def whole_state_of(self, handle: KVHandle, receiver: ResidentModel, call_site: CallSite = NOWHERE) -> KVState:
         """The same with every token in every layer, also those that a window has left behind in an ingested cache."""
         self._check_for(handle, receiver)
         return self._whole_state(handle, receiver, call_site)

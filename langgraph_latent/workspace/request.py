@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from langgraph_latent.events import CallSite
-from langgraph_latent.handle.handle import KVHandle, Message
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.message import Message
 from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.prompt.prompt import Prompt
+from langgraph_latent.prompt.prompt import RenderedPrompt
 from langgraph_latent.prompt.template import TemplateInputs
 from langgraph_latent.router.choice import RouteDecision
 from langgraph_latent.router.policy import EdgePolicy, Route
@@ -40,24 +41,30 @@ class Request(NamedTuple):
         return 1 if self.reply else 0
 
 
+class Edge(NamedTuple):
+    """A handle on its way into a request, what its edge may do and how it is served."""
+
+    handle: KVHandle
+    policy: EdgePolicy
+    decision: RouteDecision
+
+
 class Plan(NamedTuple):
     """How a request is to be served.
 
     Attributes:
-        edges: one decision per handle.
-        policies: of these edges.
+        edges: one per handle.
         lead: the handle whose cache is continued; `root` where there is none.
         transcript: all messages, those of the lead included.
         root: the handle of no tokens.
         prompt: of the lead and the messages after it.
     """
 
-    edges: list[RouteDecision]
-    policies: tuple[EdgePolicy, ...]
+    edges: list[Edge]
     lead: KVHandle
     transcript: tuple[Message, ...]
     root: KVHandle
-    prompt: Prompt = Prompt(b"", 0)
+    prompt: RenderedPrompt = RenderedPrompt(b"", 0)
 
     @property
     def num_tokens(self) -> int:
@@ -66,13 +73,14 @@ class Plan(NamedTuple):
     @property
     def may_fall_back(self) -> bool:
         """Whether a failing cache may be replaced by re-reading."""
-        return all(policy.may_fall_back for policy in self.policies)
+        return all(edge.policy.may_fall_back for edge in self.edges)
 
     def diverged(self, num_cached: int, crop_refusal: str = "") -> Plan:
         """The plan where the prompt keeps only the first tokens of the lead, of which so many are cached."""
         num_kept, num_inherited = self.prompt.num_inherited, self.lead.num_tokens
-        first = self.edges[0].diverged(num_kept, min(num_kept, num_cached), num_inherited, crop_refusal)
-        return self._replace(edges=[first, *self.edges[1:]], lead=self.root)
+        first, *others = self.edges
+        decision = first.decision.diverged(num_kept, min(num_kept, num_cached), num_inherited, crop_refusal)
+        return self._replace(edges=[first._replace(decision=decision), *others], lead=self.root)
 
 
 class Delivery(NamedTuple):

@@ -7,33 +7,21 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from langgraph_latent.engine.loader import ModelKey
+from langgraph_latent import public
 from langgraph_latent.engine.model import ResidentModel
-from langgraph_latent.engine.scheduler import Limits
-from langgraph_latent.errors import ConfigError, UnknownHandleError
-from langgraph_latent.events import CallSite
+from langgraph_latent.errors import UnknownHandleError
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.kv.state import KVState
-from langgraph_latent.pool.budget import default_budget, parse_bytes
 from langgraph_latent.pool.policies import EvictionPolicy
 from langgraph_latent.pool.pool import CachePool, PoolInfo
 from langgraph_latent.prompt.template import TemplateInputs
-from langgraph_latent.router.choice import Situation
 from langgraph_latent.router.explain import Explanation, explain
-from langgraph_latent.router.rates import Rates
 from langgraph_latent.router.router import EdgeRouter
-from langgraph_latent.spec.spec import ModelSpec
 from langgraph_latent.tracer import LatentTracer
-from langgraph_latent.workspace.delivery import Deliverer
-from langgraph_latent.workspace.files import CacheFiles
-from langgraph_latent.workspace.generation import Generation, Services
-from langgraph_latent.workspace.keeper import CacheKeeper
-from langgraph_latent.workspace.materialize import Materializer
 from langgraph_latent.workspace.models import ModelsInUse
-from langgraph_latent.workspace.request import Request
+from langgraph_latent.workspace.services import Services
 
 _default: LatentWorkspace | None = None
 _default_lock = threading.Lock()
@@ -47,6 +35,7 @@ class WorkspaceInfo(NamedTuple):
     num_handles: int
 
 
+@public
 class LatentWorkspace:
     """Keeps KV caches for the chat models that share it.
 
@@ -69,15 +58,10 @@ class LatentWorkspace:
         tenant: str | None = None,
         eviction: EvictionPolicy | None = None,
     ) -> None:
-        self.pool = CachePool(default_budget() if memory is None else parse_bytes(memory), eviction)
         self.router = router or EdgeRouter()
         self.tracer = tracer or LatentTracer()
         self.tenant = tenant or ""
-        self.models = ModelsInUse(self.tracer.emit)
-        self._keeper = CacheKeeper(self.pool, self.tenant, self.tracer)
-        self._materializer = Materializer(self._keeper, self.models)
-        self._files = CacheFiles(self._keeper, self._materializer)
-        self.deliverer = Deliverer(self.router, self._keeper, self._materializer, self.models)
+        self.services = Services.of(memory, eviction, self.router, self.tracer, self.tenant)
         self._is_closed = False
 
     @classmethod
@@ -88,6 +72,16 @@ class LatentWorkspace:
             if _default is None or _default._is_closed:
                 _default = cls()
             return _default
+
+    @property
+    def models(self) -> ModelsInUse:
+        """The models that this workspace uses."""
+        return self.services.models
+
+    @property
+    def pool(self) -> CachePool:
+        """Where tensors are kept."""
+        return self.services.keeper.pool
 
     # -- handles --------------------------------------------------------------------------------------------------
 
@@ -102,7 +96,7 @@ class LatentWorkspace:
                 f"this {type(reply).__name__} is not a reply of a ChatLatent: it has no kv_handle. "
                 "Pass the messages instead, or carry the KVHandle itself (a LatentChannel does)."
             )
-        if handle := self._keeper.handles.find(known):
+        if handle := self.services.keeper.handles.find(known):
             return handle
         raise UnknownHandleError(
             f"this workspace does not know handle {known!r}: it belongs to another process or workspace, or was "
@@ -111,14 +105,7 @@ class LatentWorkspace:
 
     def check(self, handle: KVHandle) -> None:
         """Raise `HandleError` for what is not a sound handle, `TenantError` for another tenant's."""
-        self._keeper.check(handle)
-
-    def begin(self, model: ResidentModel, request: Request, limits: Limits | None = None) -> Generation:
-        """A request under way on a model in use: routed and delivered, with nothing computed yet.
-
-        Raises what `Deliverer.deliver` raises.
-        """
-        return Generation(Services(self.deliverer, self._keeper, self.models), model, request, limits)
+        self.services.keeper.check(handle)
 
     def explain(
         self,
@@ -134,30 +121,17 @@ class LatentWorkspace:
         `template_inputs` are what the template is given beside the messages; None for those that the handle was made
         with. Nothing is computed, moved or emitted. Raises `HandleError` where the handle is refused.
         """
-        situation = self.situation(handle, receiver, first=first, template_inputs=template_inputs)
-        return explain(self.router, handle, situation, node)
-
-    def situation(
-        self, handle: KVHandle, receiver: Any, *, first: bool = True, template_inputs: TemplateInputs | None = None
-    ) -> Situation:
-        """What an edge would be decided from now; arguments as for `explain`."""
         if isinstance(other := getattr(receiver, "workspace", None), LatentWorkspace) and other is not self:
-            return other.situation(handle, receiver, first=first, template_inputs=template_inputs)
+            return other.explain(handle, receiver, node=node, first=first, template_inputs=template_inputs)
         self.check(handle)
-        if isinstance(receiver, ModelSpec):
-            spec, model = receiver, self.models.find(receiver.identity)
-        elif callable(getattr(receiver, "resident", None)):
-            model = receiver.resident()
-            spec = self.models.note(model)
-        else:
-            raise ConfigError(f"a receiver is a ChatLatent or a ModelSpec, not {type(receiver).__name__}")
-        return self.deliverer.situation(handle, spec, model, first=first, template_inputs=template_inputs)
+        situation = self.services.routing.situation_for(handle, receiver, first=first, template_inputs=template_inputs)
+        return explain(self.router, handle, situation, node)
 
     # -- tensors --------------------------------------------------------------------------------------------------
 
     def evict(self, handle: KVHandle) -> None:
         """Let a handle's tensors go; the handle still works, its cache is rebuilt when needed."""
-        self._keeper.evict(handle)
+        self.services.keeper.evict(handle)
 
     def pin(self, handle: KVHandle, ttl_s: float | None = None) -> bool:
         """Keep a handle's tensors in memory until `unpin`, or for `ttl_s` seconds; False when they are gone already."""
@@ -165,63 +139,35 @@ class LatentWorkspace:
 
     def unpin(self, handle: KVHandle) -> None:
         """Let a handle's tensors be evicted again."""
-        self._keeper.unpin(handle)
+        self.services.keeper.unpin(handle)
 
     def release(self, thread_id: str) -> None:
         """Drop the tensors that only this LangGraph thread made and nobody pinned; call it with `delete_thread`."""
-        self._keeper.release(thread_id)
+        self.services.keeper.release(thread_id)
 
     def scope(self) -> AbstractContextManager[None]:
         """A block at whose end the tensors made inside are dropped (unless pinned, or made outside too).
 
         Handles stay good. `with ws.scope(): graph.invoke(...)` leaves no cache behind.
         """
-        return self._keeper.scope()
+        return self.services.keeper.scope()
 
     def state_of(self, handle: KVHandle, model: ResidentModel) -> KVState:
         """A handle's tensors, the pending token's included, from the pool or rebuilt from its provenance.
 
         Raises `ModelMismatchError` for a handle of another model, and `HandleError`.
         """
-        return self._materializer.state_of(handle, model, CallSite())
+        return self.services.materializer.state_of(handle, model)
 
     def whole_state_of(self, handle: KVHandle, model: ResidentModel) -> KVState:
         """The same with every token in every layer, also those that a window has left behind in an ingested cache."""
-        return self._materializer.whole_state_of(handle, model, CallSite())
-
-    def keep(self, handle: KVHandle, state: KVState, model: ResidentModel, call_site: CallSite) -> None:
-        """Remember a handle of a model and put its state into the pool."""
-        self._keeper.keep(handle, state, model.spec.dtype, call_site)
-
-    def export(self, handle: KVHandle, model: ResidentModel, path: str | Path | None) -> bytes | None:
-        """Write a handle with its tensors to one file (mode 0600, whole or not at all), or return the bytes."""
-        return self._files.export(handle, model, path)
-
-    def ingest(self, source: str | Path | bytes, model: ResidentModel, call_site: CallSite) -> KVHandle:
-        """Verify an exported cache, then keep it. Raises `CodecError` or `TenantError`; then nothing of it was used."""
-        return self._files.ingest(source, model, call_site)
+        return self.services.materializer.whole_state_of(handle, model)
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
-    def use_model(self, key: ModelKey, *, probe: bool = True) -> None:
-        """Note one more user of a model and make it resident, probed where asked. Raises `ModelLoadError`."""
-        self.models.use(key, probe=probe)
-
-    def model(self, key: ModelKey) -> ResidentModel:
-        """A model that `use_model` made resident. Raises `ClosedError` when the workspace was closed since."""
-        return self.models.get(key)
-
-    def leave_model(self, key: ModelKey) -> None:
-        """Undo one `use_model`; the last user frees the weights, unless another workspace uses them."""
-        self.models.leave(key)
-
-    def rates(self, model: ResidentModel) -> Rates:
-        """What was measured of a model in this workspace."""
-        return self.models.rates(model)
-
     def size_info(self) -> WorkspaceInfo:
         """Sizes of pool, models and remembered handles."""
-        return WorkspaceInfo(self.pool.size_info(), len(self.models), len(self._keeper.handles))
+        return WorkspaceInfo(self.pool.size_info(), len(self.models), len(self.services.keeper.handles))
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` where the pool's books do not add up."""
@@ -230,7 +176,7 @@ class LatentWorkspace:
     def close(self) -> None:
         """Free every cache and give every model back. Later use raises `ClosedError`; closing twice is fine."""
         self._is_closed = True
-        self._keeper.close()
+        self.services.keeper.close()
         self.models.close()
 
     def __enter__(self) -> LatentWorkspace:
