@@ -29,6 +29,9 @@ class CallSite:
     run_id: str = ""
 
 
+NOWHERE = CallSite()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Fields that every event has.

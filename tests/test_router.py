@@ -589,13 +589,13 @@ def kinds(ws: LatentWorkspace, kind: type[Any]) -> list[Any]:
 def test_rates_are_measured_by_prefills_and_kept_per_model(
     tiny_chat: ChatLatent, other_chat: ChatLatent, ws: LatentWorkspace
 ) -> None:
-    assert ws.rates(tiny_chat.resident()) == ws.rates(other_chat.resident()) == Rates()
+    assert ws.models.rates(tiny_chat.resident()) == ws.models.rates(other_chat.resident()) == Rates()
     tiny_chat.read(REPORT)
     (event,) = kinds(ws, Prefilled)
-    assert ws.rates(tiny_chat.resident()).prefill_tokens_per_s == pytest.approx(event.num_tokens / event.duration_s)
-    assert ws.rates(other_chat.resident()) == Rates()
+    assert ws.models.rates(tiny_chat.resident()).prefill_tokens_per_s == pytest.approx(event.num_tokens / event.duration_s)
+    assert ws.models.rates(other_chat.resident()) == Rates()
     tiny_chat.read(REPORT)  # nothing is fed, nothing is learnt
-    assert ws.rates(tiny_chat.resident()).prefill_tokens_per_s == pytest.approx(event.num_tokens / event.duration_s)
+    assert ws.models.rates(tiny_chat.resident()).prefill_tokens_per_s == pytest.approx(event.num_tokens / event.duration_s)
 
 
 def test_an_evicted_handle_is_rebuilt_and_costs_what_was_estimated(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:
@@ -644,8 +644,8 @@ def test_a_cache_elsewhere_is_moved_when_nothing_is_known_then_measured(
     assert routed(reply) == ("cache", 0, "same_model")
     (moved,) = kinds(ws, Moved)
     assert (moved.num_tokens, moved.nbytes) == (doc.num_tokens, doc.nbytes)
-    assert ws.rates(far_chat.resident()).move_bytes_per_s == pytest.approx(moved.nbytes / moved.duration_s)
-    assert not ws.rates(tiny_chat.resident()).move_bytes_per_s
+    assert ws.models.rates(far_chat.resident()).move_bytes_per_s == pytest.approx(moved.nbytes / moved.duration_s)
+    assert not ws.models.rates(tiny_chat.resident()).move_bytes_per_s
     assert kinds(ws, Delivered)[-1].cache_read == doc.num_tokens
     assert reply.text == tiny_chat.invoke("who?", inherit=doc).text
 
