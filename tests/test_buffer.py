@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore, capacity_for
-from langgraph_latent.kv.state import KVState, LayerKind
+from langgraph_latent.kv.layers import LayerKind
+from langgraph_latent.kv.state import KVState
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 4, 6
 FULL = (LayerKind("full"), LayerKind("full"))

@@ -18,7 +18,7 @@ from transformers import MaxLengthCriteria, TextStreamer
 
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.engine import loader
-from langgraph_latent.engine.scheduler import Row
+from langgraph_latent.engine.scheduler import NewTokens
 from langgraph_latent.events import Decoded, FellBack, Prefilled
 from langgraph_latent.messages import plain_message
 
@@ -225,7 +225,7 @@ def test_a_forward_without_a_mask_gives_what_one_with_a_mask_gives(tiny_chat: Ch
     ids = list(range(3, 40))
     with model.empty_state().append() as tail:
         masked = model.prefill(ids, tail)
-        masked = model.forward([Row([5, 6, 7], tail)])[0]
+        masked = model.forward([NewTokens([5, 6, 7], tail)])[0]
     with torch.no_grad():
         bare = model.model(input_ids=torch.tensor([[*ids, 5, 6, 7]])).logits[0, -1]
     assert (masked - bare).abs().max() < 1e-4

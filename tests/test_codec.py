@@ -40,7 +40,7 @@ from langgraph_latent.testing.catalogue import catalogue, save_toy
 SUFFIX = [40, 41, 42, 43]
 RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 WHOLE = ["qwen3_next", "lfm2", "mamba2", "falcon_h1", "zaya", "deepseek_v32", "minimax_m3_vl_text", "deepseek_v4"]
-"""Toys with cache layers that are kept whole: recurrent, convolution, hybrid, indexed and compressed."""
+"""Toys with opaque cache layers: recurrent, convolution, hybrid, indexed and compressed."""
 
 
 class Sample(NamedTuple):
@@ -110,12 +110,10 @@ def test_a_cache_comes_back_bit_for_bit(kind: str, dtype: str, num_tokens: int, 
 
 @pytest.mark.parametrize("num_tokens", [9, 23, 60])
 @pytest.mark.parametrize("kind", WHOLE)
-def test_layers_that_are_kept_whole_come_back_bit_for_bit(
-    kind: str, num_tokens: int, sample: Callable[..., Sample]
-) -> None:
+def test_opaque_layers_come_back_bit_for_bit(kind: str, num_tokens: int, sample: Callable[..., Sample]) -> None:
     """Law 4 for every kind of layer. What is read fills copies: the model's own layers stay as they were."""
     model, handle, state, blob = sample(kind, "float32", num_tokens)
-    assert any(whole is not None for whole in state.opaque_layers)
+    assert any(layer is not None for layer in state.opaque_layers)
     empty = model.empty_state()
     back = codec.decode(bytearray(blob), model.spec, model.opaque_layers)
     assert back.handle == handle
@@ -141,13 +139,13 @@ def test_a_cache_with_entries_that_a_short_text_has_not_comes_back(tmp_path: Pat
     with model.empty_state().append() as tail:
         model.prefill(ids, tail)
         state = tail.seal()
-    assert any("compressed" in name and part.numel() for name, part in state.parts(0).items())
+    assert any("compressed" in name and part.numel() for name, part in state.tensors(0).items())
     handle = KVHandle.root(model.spec.identity).extend("prompt", "reader", pack_tokens(ids), [], 1)
     blob = codec.encode(handle, state, model.spec)
     assert codec.decode(bytearray(blob), model.spec, model.opaque_layers).state.equals(state)
 
 
-def test_appending_to_a_whole_layer_that_came_back_leaves_the_blob_as_it_was(sample: Callable[..., Sample]) -> None:
+def test_appending_to_an_opaque_layer_that_came_back_leaves_the_blob_as_it_was(sample: Callable[..., Sample]) -> None:
     """Its layers write in place, and what was decoded shares the blob's memory."""
     model, _, state, blob = sample("mamba2")
     own = bytearray(blob)
@@ -461,7 +459,7 @@ def test_a_forged_blob_is_refused_at_once_and_without_a_memory_spike(name: str, 
     assert len(refused(forge(blob, edit, rehash=rehash), model)) > 20
 
 
-# -- forged layers that are kept whole -------------------------------------------------------------------------------
+# -- forged opaque layers ---------------------------------------------------------------------------------------------
 
 
 def putting(**fields: Any) -> Callable[[Any], object]:
@@ -524,8 +522,8 @@ WHOLE_FORGERIES: dict[str, Callable[[Any], object]] = {
 
 
 def altered(state: KVState, index: int, edit: Callable[[Any], object]) -> KVState:
-    """A copy of a state with an edit in one layer that is kept whole."""
-    opaque_layers = [None if whole is None else copy_layer(whole) for whole in state.opaque_layers]
+    """A copy of a state with an edit in one opaque layer."""
+    opaque_layers = [None if layer is None else copy_layer(layer) for layer in state.opaque_layers]
     edit(opaque_layers[index])
     return KVState(state.buffer, state.kinds, state.num_tokens, tuple(opaque_layers))
 
@@ -538,15 +536,15 @@ def test_a_forger_who_encodes_a_copy_is_believed(sample: Callable[..., Sample]) 
 
 
 @pytest.mark.parametrize("name", WHOLE_FORGERIES)
-def test_a_forged_whole_layer_is_refused_at_once_and_without_a_memory_spike(
+def test_a_forged_opaque_layer_is_refused_at_once_and_without_a_memory_spike(
     name: str, sample: Callable[..., Sample]
 ) -> None:
     """Field cases 28 and 29 for layers of other kinds: their fields, names, shapes and dtypes are the model's."""
     model, handle, state, _ = sample("zaya")
-    before = [None if whole is None else plain_of(whole) for whole in model.opaque_layers]
+    before = [None if layer is None else plain_of(layer) for layer in model.opaque_layers]
     blob = codec.encode(handle, altered(state, 1, WHOLE_FORGERIES[name]), model.spec)
     assert len(refused(blob, model)) > 20
-    assert [None if whole is None else plain_of(whole) for whole in model.opaque_layers] == before
+    assert [None if layer is None else plain_of(layer) for layer in model.opaque_layers] == before
 
 
 WHOLE_FILE_FORGERIES: dict[str, Callable[..., object]] = {
@@ -573,7 +571,7 @@ WHOLE_FILE_FORGERIES: dict[str, Callable[..., object]] = {
 
 
 @pytest.mark.parametrize("name", WHOLE_FILE_FORGERIES)
-def test_a_forged_file_of_whole_layers_is_refused_at_once_and_without_a_memory_spike(
+def test_a_forged_file_of_opaque_layers_is_refused_at_once_and_without_a_memory_spike(
     name: str, sample: Callable[..., Sample]
 ) -> None:
     model, _, _, blob = sample("zaya")

@@ -30,16 +30,16 @@ Work = Callable[[], Any]
 
 
 class Spy:
-    """Counts the rows of a model's calls, and holds the model at one of them.
+    """Counts the sequences of a model's calls, and holds the model at one of them.
 
     Attributes:
-        rows: per call.
+        sizes: sequences per call.
         under_way: requests, per call.
     """
 
     def __init__(self, chat: ChatLatent) -> None:
         self.scheduler = chat.resident().scheduler
-        self.rows: list[int] = []
+        self.sizes: list[int] = []
         self.under_way: list[int] = []
         self._run = self.scheduler._run
         self._held_at = 0
@@ -47,21 +47,21 @@ class Spy:
         self.held, self.go = threading.Event(), threading.Event()
         self.scheduler._run = self
 
-    def __call__(self, rows: Sequence[Any]) -> torch.Tensor:
-        self.rows.append(len(rows))
-        if len(self.rows) == self._held_at:
+    def __call__(self, batch: Sequence[Any]) -> torch.Tensor:
+        self.sizes.append(len(batch))
+        if len(self.sizes) == self._held_at:
             self.held.set()
             assert self.go.wait(60)
         eventually(self._is_ready)
         self._is_ready = lambda: True
         self.under_way.append(self.scheduler.num_requests)
-        return self._run(rows)
+        return self._run(batch)
 
     def hold(self, number: int) -> None:
         """Stop in call `number` from now until `go` is set."""
         self.held.clear()
         self.go.clear()
-        self._held_at = len(self.rows) + number
+        self._held_at = len(self.sizes) + number
 
     def gather(self, number: int) -> None:
         """Stop in the next call until `number` more requests wait for theirs."""
@@ -182,8 +182,8 @@ def test_requests_of_every_sort_get_the_answers_they_get_alone(
             expected.append(requests(lonely, doc)[index]())
     spy = Spy(chat)
     assert together(requests(chat, doc)) == expected
-    assert sum(spy.rows) > 2 * len(spy.rows)
-    assert max(spy.rows) > 6
+    assert sum(spy.sizes) > 2 * len(spy.sizes)
+    assert max(spy.sizes) > 6
     spy.close()
 
 
@@ -211,12 +211,12 @@ def test_what_a_request_brings_along_fails_only_that_request(tiny_chat: ChatLate
     )
     assert replies == expected
     assert [type(error) for error in (one, other, streamed)] == [ZeroDivisionError] * 3
-    assert max(spy.rows) >= 6
+    assert max(spy.sizes) >= 6
     assert tiny_chat.invoke(STORY).text == alone(tiny_chat)
 
 
 def fail_in_last_layer(chat: ChatLatent, is_bad: Callable[[torch.Tensor, bool], bool]) -> list[Any]:
-    """Make calls fail when the first layers have written already; `is_bad` sees token ids and whether there are rows.
+    """Make calls fail when the first layers have written already; `is_bad` sees token ids and whether it is a batch.
 
     Returns what removes it again.
     """
@@ -241,11 +241,11 @@ def test_a_call_that_fails_only_for_several_fails_nobody(tiny_chat: ChatLatent, 
     prompts = [f"number {n}" for n in range(5)]
     doc = tiny_chat.read(STORY)
     expected = [alone(tiny_chat, prompt, inherit=doc) for prompt in prompts]
-    hooks = fail_in_last_layer(tiny_chat, lambda ids, is_rows: is_rows)
+    hooks = fail_in_last_layer(tiny_chat, lambda ids, is_packed: is_packed)
     try:
         replies = together([lambda prompt=prompt: tiny_chat.invoke(prompt, inherit=doc).text for prompt in prompts])
         assert replies == expected
-        assert max(spy.rows) > 1
+        assert max(spy.sizes) > 1
     finally:
         for hook in hooks:
             hook.remove()
@@ -257,7 +257,7 @@ def test_a_call_that_fails_for_one_of_several_fails_only_that_one(tiny_chat: Cha
     prompts = [f"number {n}" for n in range(5)]
     expected = [alone(tiny_chat, prompt) for prompt in prompts]
 
-    def is_bad(ids: torch.Tensor, is_rows: bool) -> bool:
+    def is_bad(ids: torch.Tensor, is_packed: bool) -> bool:
         return bool((ids[0].unfold(0, 2, 1) == poison).all(-1).any()) if ids.shape[1] > 1 else False
 
     hooks = fail_in_last_layer(tiny_chat, is_bad)
@@ -271,7 +271,7 @@ def test_a_call_that_fails_for_one_of_several_fails_only_that_one(tiny_chat: Cha
     assert replies == expected
     assert isinstance(failed, RuntimeError)
     assert str(failed) == "no room for it"
-    assert max(spy.rows) >= 5
+    assert max(spy.sizes) >= 5
 
 
 # -- streams that stall, calls inside calls --------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_more_requests_than_fit_into_a_call_all_end(max_batch: int, tiny_chat: C
     finally:
         spy.scheduler.max_batch = 16
     assert replies == [alone(tiny_chat, prompt) for prompt in prompts]
-    assert max(spy.rows) == max_batch
+    assert max(spy.sizes) == max_batch
 
 
 # -- event loops, and stopping -------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ async def test_cancelling_a_task_stops_its_generation_within_a_token(
     spy.go.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(spy.rows) == 5
+    assert len(spy.sizes) == 5
     assert spy.scheduler.num_requests == 0
     assert (await tiny_chat.ainvoke(STORY)).text == alone(tiny_chat)
 
@@ -463,7 +463,7 @@ async def test_leaving_an_astream_after_two_chunks_stops_its_generation_within_a
     await asyncio.wait([task])
     assert task.cancelled() == (how == "cancel")
     await until(lambda: not spy.scheduler.num_requests)
-    assert len(spy.rows) == 8
+    assert len(spy.sizes) == 8
     await turns()
     assert [event.finish_reason for event in ws.tracer.events if isinstance(event, Decoded)] == ["cancelled"]
     assert (await tiny_chat.ainvoke(STORY)).text == alone(tiny_chat)
@@ -478,11 +478,11 @@ def test_closing_a_stream_after_two_chunks_stops_its_generation(tiny_chat: ChatL
     """Field case 22."""
     stream = tiny_chat.stream(STORY, max_tokens=1900)
     next(stream), next(stream)
-    num_calls = len(spy.rows)
+    num_calls = len(spy.sizes)
     stream.close()
-    assert (len(spy.rows), spy.scheduler.num_requests) == (num_calls, 0)
+    assert (len(spy.sizes), spy.scheduler.num_requests) == (num_calls, 0)
     assert tiny_chat.invoke(STORY).text == alone(tiny_chat)
-    assert max(spy.rows) == 1
+    assert max(spy.sizes) == 1
 
 
 async def test_errors_reach_whoever_awaits_and_nobody_else(
@@ -540,7 +540,7 @@ def test_a_thousand_short_calls_from_sixteen_threads_are_all_right(tiny_chat: Ch
     with ThreadPoolExecutor(16) as threads:
         assert list(threads.map(answer, calls)) == [expected[call] for call in calls]
     assert threading.active_count() == num_threads
-    assert sum(spy.rows) > 2 * len(spy.rows)
+    assert sum(spy.sizes) > 2 * len(spy.sizes)
 
 
 async def test_a_thousand_short_calls_from_an_event_loop_are_all_right(tiny_chat: ChatLatent, spy: Spy) -> None:
@@ -550,7 +550,7 @@ async def test_a_thousand_short_calls_from_an_event_loop_are_all_right(tiny_chat
     assert [reply.text for reply in replies] == [expected[call] for call in calls]
     assert threading.active_count() <= num_threads + MAX_THREADS
     assert max(spy.under_way) <= MAX_THREADS
-    assert sum(spy.rows) > 2 * len(spy.rows)
+    assert sum(spy.sizes) > 2 * len(spy.sizes)
 
 
 # -- closing ----------------------------------------------------------------------------------------------------------
@@ -611,18 +611,18 @@ PROMPTS = [f"number {n}" for n in range(12)]
 def test_the_inputs_of_a_batch_share_calls(tiny_chat: ChatLatent, spy: Spy) -> None:
     spy.gather(11)
     replies = tiny_chat.batch(PROMPTS)
-    assert max(spy.rows) >= 11
+    assert max(spy.sizes) >= 11
     assert [reply.text for reply in replies] == [alone(tiny_chat, prompt) for prompt in PROMPTS]
 
 
 async def test_the_inputs_of_an_abatch_share_calls(tiny_chat: ChatLatent, spy: Spy) -> None:
     spy.gather(11)
     replies = await tiny_chat.abatch(PROMPTS)
-    assert max(spy.rows) >= 11
+    assert max(spy.sizes) >= 11
     assert [reply.text for reply in replies] == [alone(tiny_chat, prompt) for prompt in PROMPTS]
 
 
-async def test_a_batch_runs_as_many_at_a_time_as_it_is_told(tiny_chat: ChatLatent, spy: Spy) -> None:
+async def test_a_batch_runs_as_many_at_a_time_as_it_may(tiny_chat: ChatLatent, spy: Spy) -> None:
     config: Any = {"max_concurrency": 3}
     for replies in (tiny_chat.batch(PROMPTS, config), await tiny_chat.abatch(PROMPTS, config)):
         assert [reply.text for reply in replies] == [alone(tiny_chat, prompt) for prompt in PROMPTS]
@@ -653,7 +653,7 @@ async def test_parallel_branches_of_a_graph_share_calls_and_have_their_own_handl
     spy.gather(2)
     update: Any = {"latent": doc}
     findings = (await graph.ainvoke(update) if in_loop else graph.invoke(update))["findings"]
-    assert max(spy.rows) >= 2
+    assert max(spy.sizes) >= 2
     assert [handle.source for handle in findings] == ["a", "b", "c"]
     for name, handle in zip("abc", findings, strict=True):
         assert handle.messages[-1]["content"] == alone(tiny_chat, f"{name}?", inherit=doc)

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 
 from langgraph_latent import ChatLatent, KVHandle, LatentWorkspace
 from langgraph_latent.engine import attention
-from langgraph_latent.engine.scheduler import Row
+from langgraph_latent.engine.scheduler import NewTokens
 from langgraph_latent.events import Diverged
 from langgraph_latent.handle.tokens import pack_tokens
 
@@ -54,7 +54,7 @@ def full_logits(chat: ChatLatent, ids: tuple[int, ...]) -> torch.Tensor:
 
 
 def answer_exactly(chat: ChatLatent, text: str, inherit: KVHandle | list[KVHandle] | None) -> KVHandle:
-    """Answer `text` behind `inherit`; every step's logits must be those of one full forward, and greedy its argmax."""
+    """Answer `text` after `inherit`; every step's logits must be those of one full forward, and greedy its argmax."""
     recorder = Recorder()
     reply = chat.invoke([HumanMessage(text)], inherit=inherit, logits_processor=[recorder])
     handle = chat.handle(reply)
@@ -99,14 +99,14 @@ def test_branches_that_read_their_shared_context_once_are_exact(
             states[begin] = tail.seal()
     with ExitStack() as stack:
         tails = [stack.enter_context(states[begin].append()) for begin in begins]
-        told = [(*begin, *range(index, 2 * index + 1)) for index, begin in enumerate(begins)]
-        new = [ids[30:] for ids in told]
+        texts = [(*begin, *range(index, 2 * index + 1)) for index, begin in enumerate(begins)]
+        new = [ids[30:] for ids in texts]
         for step in range(4):
-            logits = chat.resident().forward([Row(*row) for row in zip(new, tails, strict=True)])
-            for got, ids in zip(logits, told, strict=True):
+            logits = chat.resident().forward([NewTokens(*each) for each in zip(new, tails, strict=True)])
+            for got, ids in zip(logits, texts, strict=True):
                 assert (got - full_logits(chat, ids)[-1]).abs().max() <= TOLERANCE
             new = [(10 * step + index,) for index in range(len(begins))]
-            told = [(*ids, *more) for ids, more in zip(told, new, strict=True)]
+            texts = [(*ids, *more) for ids, more in zip(texts, new, strict=True)]
     assert set(seen) == {3}
 
 
@@ -141,7 +141,7 @@ def test_only_the_common_part_of_a_diverging_prompt_is_reused(chat: ChatLatent) 
     assert tokens == answer_exactly(chat, "another way", prefix).token_ids
 
 
-def test_a_prompt_covered_whole_by_the_cache_still_gives_the_right_next_token(chat: ChatLatent) -> None:
+def test_a_prompt_covered_by_the_cache_still_gives_the_right_next_token(chat: ChatLatent) -> None:
     first = answer_exactly(chat, STORY, None)
     again = answer_exactly(chat, STORY, None)
     assert again.token_ids == first.token_ids

@@ -115,8 +115,8 @@ def test_a_cache_made_without_an_adapter_is_not_attended_to_with_one(
     assert compare(before, tiny_chat.spec).level is Level.SIBLING
     with LatentWorkspace() as empty:
         alone = ChatLatent(model=tiny_chat.model, workspace=empty, max_tokens=12)
-        told = [{"role": "user", "content": STORY * 3}, {"role": "user", "content": "and then?"}]
-        assert alone.invoke(told).text == reply.text
+        conversation = [{"role": "user", "content": STORY * 3}, {"role": "user", "content": "and then?"}]
+        assert alone.invoke(conversation).text == reply.text
     with pytest.raises(ModelMismatchError):
         tiny_chat.export_kv_cache(handle)
     assert blob is not None

@@ -408,7 +408,7 @@ def test_changed_files_are_read_again(tiny_folder: Callable[..., Path], tmp_path
 
 
 @pytest.mark.parametrize("memory", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"a": 1}'])
-def test_a_damaged_memory_of_digests_is_made_anew(
+def test_a_damaged_file_of_digests_is_made_again(
     memory: bytes, tiny_folder: Callable[..., Path], own_memory: Path, hashed: list[Path]
 ) -> None:
     folder = tiny_folder("llama")

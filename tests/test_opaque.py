@@ -1,4 +1,4 @@
-"""Layers of any kind are handed over whole and exactly: copied, never shared, never cropped, and counted."""
+"""Opaque layers are handed over exactly: copied, never shared, never cropped, and counted."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from langgraph_latent.handle import KVHandle
 from langgraph_latent.handle.tokens import pack_tokens
 from langgraph_latent.kv import codec
 from langgraph_latent.kv.buffer import capacity_for
+from langgraph_latent.kv.layers import LayerKind
 from langgraph_latent.kv.opaque import copy_layer, fill_layer, move_layer, plain_of, tensors_of
-from langgraph_latent.kv.state import KVState, KVTail, LayerKind
+from langgraph_latent.kv.state import KVState, KVTail
 from langgraph_latent.pool.pool import CachePool, Namespace
 from langgraph_latent.testing import CHATML, tiny_tokenizer
 from langgraph_latent.testing.catalogue import catalogue, save_toy
@@ -205,7 +206,7 @@ def test_a_tensor_is_named_by_its_path() -> None:
     assert isinstance(copy_layer(grouped)._quantized_keys, tuple)
 
 
-# -- states with layers that are kept whole --------------------------------------------------------------------------
+# -- states with opaque layers --------------------------------------------------------------------------------------
 
 KINDS = (LayerKind("full"), LayerKind("linear"), LayerKind("hybrid"), LayerKind("none"))
 PER_TOKEN = 2 * 2 * 4 * 4  # keys and values, heads, dim, float32
@@ -249,7 +250,7 @@ def test_a_sealed_state_is_a_snapshot() -> None:
     assert second.equals(extended(state_of(5), 3, seed=1))
 
 
-def test_writing_behind_a_state_leaves_it_as_it_was() -> None:
+def test_appending_to_a_state_leaves_it_as_it_was() -> None:
     state = state_of(5)
     before = state.checksum()
     child = extended(state, 3, seed=1)
@@ -262,7 +263,7 @@ def test_writing_behind_a_state_leaves_it_as_it_was() -> None:
 
 
 def test_branches_at_the_same_time_are_as_each_alone() -> None:
-    """Field case 37 for recurrent layers: fan-out copies the part that is kept whole too."""
+    """Field case 37 for recurrent layers: fan-out copies opaque layers too."""
     state = state_of(5)
     before = state.checksum()
     with state.append() as first, state.append() as second:
@@ -279,7 +280,7 @@ def test_branches_at_the_same_time_are_as_each_alone() -> None:
     assert not branches[0].equals(branches[1])
 
 
-def test_no_part_of_a_layer_that_is_kept_whole_can_be_taken_back() -> None:
+def test_no_part_of_an_opaque_layer_can_be_taken_back() -> None:
     """Field case 32: a crop that kept the recurrent state would be silently wrong."""
     state = state_of(5)
     assert [length for length in range(-1, 8) if state.can_crop(length)] == [5]
@@ -298,7 +299,7 @@ def test_a_layer_that_keeps_nothing_does_not_stand_in_the_way_of_a_crop() -> Non
 
 
 def test_a_failed_call_spoils_a_tail_and_nothing_else() -> None:
-    """What it wrote into a layer that is kept whole can't be taken back."""
+    """What it wrote into an opaque layer can't be taken back."""
     state = state_of(5)
     before = state.checksum()
     with state.append() as tail:
@@ -322,7 +323,7 @@ def test_a_failed_call_over_attention_layers_alone_spoils_nothing() -> None:
         assert tail.seal().num_tokens == 6
 
 
-def test_bytes_of_layers_that_are_kept_whole_are_counted() -> None:
+def test_bytes_of_opaque_layers_are_counted() -> None:
     state = state_of(5)
     assert state.opaque_nbytes == 2 * CONV_AND_RECURRENT + 5 * PER_TOKEN  # linear and hybrid
     assert state.nbytes == state.opaque_nbytes + 5 * PER_TOKEN
@@ -334,7 +335,7 @@ def test_bytes_of_layers_that_are_kept_whole_are_counted() -> None:
 
 def test_parts_are_named_and_layers_are_their_tensors() -> None:
     state = state_of(5)
-    assert [list(state.parts(index)) for index in range(4)] == [
+    assert [list(state.tensors(index)) for index in range(4)] == [
         ["keys", "values"],
         ["conv_states.0", "recurrent_states.0"],
         ["keys", "values", "conv_states.0", "recurrent_states.0"],
@@ -344,7 +345,7 @@ def test_parts_are_named_and_layers_are_their_tensors() -> None:
 
 
 @pytest.mark.parametrize(("index", "path"), [(1, "conv_states.0"), (1, "recurrent_states.0"), (2, "keys")])
-def test_any_changed_value_in_a_whole_layer_is_unequal(index: int, path: str) -> None:
+def test_any_changed_value_in_an_opaque_layer_is_unequal(index: int, path: str) -> None:
     state, other = state_of(5), state_of(5)
     assert state.equals(other)
     assert state.checksum() == other.checksum()
@@ -361,7 +362,7 @@ def test_a_state_with_another_number_of_tensors_is_unequal() -> None:
     assert state.checksum() != other.checksum()
 
 
-def test_a_state_moves_whole_layers_too() -> None:
+def test_a_state_moves_opaque_layers_too() -> None:
     state = state_of(5)
     cpu, meta = torch.device("cpu"), torch.device("meta")
     assert state.to([cpu, cpu, cpu, None]) is state
@@ -386,10 +387,10 @@ def ids_of(name: int, length: int) -> bytes:
 
 
 ONE = state_of(20).buffer.nbytes + state_of(20).opaque_nbytes
-"""Bytes of a state of 20 tokens: of its buffer and of its layers that are kept whole."""
+"""Bytes of a state of 20 tokens: of its buffer and of its opaque layers."""
 
 
-def test_the_pool_counts_what_each_entry_keeps_whole() -> None:
+def test_the_pool_counts_the_opaque_layers_of_each_entry() -> None:
     pool = CachePool(1 << 30)
     state = state_of(20)
     pool.put(HOME, ids_of(0, 20), state, "short")
@@ -412,7 +413,7 @@ def test_the_pool_counts_what_each_entry_keeps_whole() -> None:
     pool.check_integrity()
 
 
-def test_the_budget_holds_with_what_is_kept_whole() -> None:
+def test_the_budget_holds_with_opaque_layers() -> None:
     pool = CachePool(int(2.5 * ONE))
     lost = [pool.put(HOME, ids_of(name, 20), state_of(20), f"h{name}") for name in range(4)]
     assert lost == [[], [], ["h0"], ["h1"]]
@@ -421,7 +422,7 @@ def test_the_budget_holds_with_what_is_kept_whole() -> None:
 
 
 def test_a_recurrent_state_has_a_size_though_its_buffer_has_none() -> None:
-    """A model without any attention layer: everything it keeps is kept whole."""
+    """A model without any attention layer: all its layers are opaque."""
     kinds = (LayerKind("linear"),)
     with KVState.empty(kinds, [LinearAttentionLayer()]).append() as tail:
         feed(tail, 5)
@@ -435,7 +436,7 @@ def test_a_recurrent_state_has_a_size_though_its_buffer_has_none() -> None:
         CachePool(CONV_AND_RECURRENT - 1).put(HOME, ids_of(0, 5), state, "a")
 
 
-def test_a_state_that_is_kept_whole_serves_only_those_who_continue_it() -> None:
+def test_a_state_of_opaque_layers_serves_only_those_who_continue_it() -> None:
     """Field case 33 for recurrent layers: the next shorter one that fits is taken, or none."""
     pool = CachePool(1 << 30)
     short, long = state_of(5), state_of(9)
@@ -447,7 +448,7 @@ def test_a_state_that_is_kept_whole_serves_only_those_who_continue_it() -> None:
     assert pool.longest_prefix(HOME, ids_of(0, 4) + ids_of(1, 3), 99) is None
 
 
-def test_a_broken_count_of_what_is_kept_whole_is_noticed() -> None:
+def test_a_broken_count_of_opaque_bytes_is_noticed() -> None:
     pool = CachePool(1 << 30)
     pool.put(HOME, ids_of(0, 20), state_of(20), "h0")
     pool.check_integrity()
@@ -503,10 +504,10 @@ def assert_continues(model: ResidentModel, state: KVState, before: list[int], be
 
 @pytest.mark.parametrize("name", TOYS)
 def test_a_recurrent_state_goes_on_exactly(name: str, toy: Callable[[str], ResidentModel]) -> None:
-    """Law 1 for layers that are kept whole, from a state, from a state of a state, and after a file."""
+    """Law 1 for opaque layers, from a state, from a state of a state, and after a file."""
     model = toy(name)
     state = read(model, READ)
-    assert any(whole is not None for whole in state.opaque_layers)
+    assert any(layer is not None for layer in state.opaque_layers)
     assert_continues(model, state, READ, WRITTEN)
     with state.append() as tail:
         model.prefill(WRITTEN, tail)
@@ -525,7 +526,7 @@ def test_no_shorter_prefix_of_a_recurrent_state_is_promised(name: str, toy: Call
     assert [length for length in range(len(READ) + 2) if state.can_crop(length)] == [len(READ)]
     with pytest.raises(ValueError, match="can't be cropped to 40"):
         state.crop(40)
-    assert "kept whole" in model.spec.capabilities.refusal("crop")
+    assert "opaque layers" in model.spec.capabilities.refusal("crop")
     assert model.spec.capabilities.can("append")
 
 
@@ -545,7 +546,7 @@ def test_branches_of_a_recurrent_state_are_exact_and_leave_it_unchanged(
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen3_next", "falcon_h1", "gpt2"])
 def test_a_mask_over_everything_changes_nothing(name: str, toy: Callable[[str], ResidentModel]) -> None:
-    """Field case 27: behind a cache and without one, for several tokens and for one."""
+    """Field case 27: over a cache and without one, for several tokens and for one."""
     model = toy(name)
     steps = [READ, WRITTEN[:3], WRITTEN[3:4]]
     logits: dict[str, list[torch.Tensor]] = {}
@@ -597,7 +598,7 @@ def cache_read(reply: Any) -> int:
 
 @pytest.mark.parametrize("template", [REWRITES, MARKS_LAST], ids=["answer rewritten", "question rewritten"])
 @pytest.mark.parametrize("name", TOYS)
-def test_a_prompt_that_leaves_a_recurrent_handle_is_read_anew(
+def test_a_prompt_that_leaves_a_recurrent_handle_is_read_again(
     name: str, template: str, folder: Callable[..., Path], ws: LatentWorkspace
 ) -> None:
     """Field case 32: the recurrent state has seen what the new prompt does not say, so nothing of it is reused."""
@@ -614,16 +615,16 @@ def test_a_prompt_that_leaves_a_recurrent_handle_is_read_anew(
     route = second.response_metadata["kv_route"]
     assert (route["route"], route["code"]) == ("text", "diverged")
     assert f"{diverged.num_tokens} of {handle.num_tokens} tokens stay, 0 are reused" in route["reason"]
-    assert "kept whole" in route["reason"]
+    assert "opaque layers" in route["reason"]
     assert [event.cache_read for event in ws.tracer.events if isinstance(event, Prefilled)][-1] == 0
     assert ws.state_of(handle, chat.resident()).checksum() == before
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_a_prompt_that_leaves_a_recurrent_handle_goes_on_behind_what_was_read_before(
+def test_a_prompt_that_leaves_a_recurrent_handle_continues_what_was_read_before(
     name: str, folder: Callable[..., Path], ws: LatentWorkspace
 ) -> None:
-    """Field case 32: a whole state of a shorter prefix is there, and it is said how much of the handle stays."""
+    """Field case 32: the state of a shorter prefix is there, and the route names how much of the handle stays."""
     chat = ChatLatent(model=str(folder(name, MARKS_LAST)), workspace=ws, max_tokens=12)
     story = SystemMessage(STORY * 2)
     report = chat.read([story])
@@ -686,7 +687,7 @@ def fail_at(model: ResidentModel, call: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_a_recurrent_state_that_fails_in_use_is_read_anew(
+def test_a_recurrent_state_that_fails_in_use_is_read_again(
     name: str, folder: Callable[..., Path], ws: LatentWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = ChatLatent(model=str(folder(name, CHATML)), workspace=ws, max_tokens=12)
@@ -786,7 +787,7 @@ def test_a_crop_of_quantised_layers_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_branches_of_quantised_layers_are_as_each_alone(name: str) -> None:
-    """Field case 37: a branch has a copy of the quantised part, also after it was quantised anew."""
+    """Field case 37: a branch has a copy of the quantised part, also after it was quantised again."""
     state = quantised(QUANTISED[name], 8)
     before = state.checksum()
     with ThreadPoolExecutor(3) as threads:

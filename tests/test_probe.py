@@ -20,11 +20,12 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from langgraph_latent import ChatLatent
+from langgraph_latent.engine import findings as findings_module
 from langgraph_latent.engine import model as model_module
-from langgraph_latent.engine import probe as probe_module
+from langgraph_latent.engine import probe
+from langgraph_latent.engine.findings import FINDINGS_FILE, Findings, unprobed
 from langgraph_latent.engine.loader import ModelKey, acquire, release
-from langgraph_latent.engine.model import PROBE_MEMORY, ResidentModel
-from langgraph_latent.engine.probe import Findings, unprobed
+from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import UnsupportedLayerError
 from langgraph_latent.kv.rope import RotationSpec
 from langgraph_latent.testing import tiny_model, tiny_tokenizer
@@ -170,9 +171,9 @@ FOUND: dict[str, tuple[str, dict[str, str]]] = {
     ),
 }
 STEPWISE = {"mamba", "jamba"}
-"""Their forward behind a cache takes the first token alone."""
+"""Their forward over a cache takes the first token alone."""
 PLACED = {"bamba"}
-"""Their forward places tokens behind a cache wrongly unless it is told where they are."""
+"""Their forward places tokens after a cache wrongly unless it is given their positions."""
 
 
 @pytest.mark.parametrize("model_type", FOUND)
@@ -239,7 +240,7 @@ def cache_name(kwargs: dict[str, Any]) -> str:
     return "cache" if "cache" in kwargs else "past_key_values"
 
 
-def begins_anew(kwargs: dict[str, Any]) -> bool:
+def begins_again(kwargs: dict[str, Any]) -> bool:
     cache = kwargs.get(cache_name(kwargs))
     return cache is None or not cache.get_seq_length()
 
@@ -260,7 +261,7 @@ def test_a_model_that_sees_the_future_is_refused(load: Load) -> None:
 @pytest.mark.parametrize("is_reset", [False, True])
 @pytest.mark.parametrize("is_text", [False, True])
 def test_a_model_that_keeps_state_in_itself_is_refused(is_reset: bool, is_text: bool, load: Load) -> None:
-    """Its positions are a running sum, of tokens or of their ids, that may begin anew with each sequence.
+    """Its positions are a running sum, of tokens or of their ids, that may begin again with each sequence.
 
     Alone, every sequence is right; two in turn read each other's sum.
     """
@@ -269,7 +270,7 @@ def test_a_model_that_keeps_state_in_itself_is_refused(is_reset: bool, is_text: 
     def keeping(forward: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal kept
         ids = kwargs["input_ids"]
-        if is_reset and begins_anew(kwargs):
+        if is_reset and begins_again(kwargs):
             kept = torch.tensor(0)
         sums = kept + (ids if is_text else torch.ones_like(ids)).cumsum(-1)
         kept = sums[0, -1]
@@ -312,19 +313,19 @@ def test_a_window_too_wide_to_be_filled_is_made_narrow_for_the_probe(window: int
     assert not model.spec.capabilities.refusals
 
 
-def test_a_wide_window_of_a_layer_that_is_kept_whole_is_made_narrow_too(load: Load) -> None:
+def test_a_wide_window_of_an_opaque_layer_is_made_narrow_too(load: Load) -> None:
     toy = catalogue()["zaya"]
     fine = replace(toy, overrides={**toy.overrides, "sliding_window": 3000}).model()
     model = load(fine)
     assert {kind.window for kind in model.kinds} == {0, 3000}
-    with probe_module.narrowed(model, {3000}):
-        widths = {getattr(whole, "sliding_window", None) for whole in model.empty_state().opaque_layers}
-    assert widths == {None, probe_module.NARROW}
-    assert {getattr(whole, "sliding_window", None) for whole in model.empty_state().opaque_layers} == {None, 3000}
+    with probe.narrowed(model, {3000}):
+        widths = {getattr(layer, "sliding_window", None) for layer in model.empty_state().opaque_layers}
+    assert widths == {None, probe.NARROW}
+    assert {getattr(layer, "sliding_window", None) for layer in model.empty_state().opaque_layers} == {None, 3000}
 
 
 def test_a_model_that_ignores_position_ids_loses_batch(load: Load) -> None:
-    """It places tokens behind those of its cache, whatever it is told: rows side by side are at wrong positions."""
+    """It places tokens after those of its cache, whatever it is given: a packed batch is at wrong positions."""
     model = toy()
     Forward(model, lambda forward, *args, **kwargs: forward(*args, **{**kwargs, "position_ids": None}))
     refusals = dict(load(model).spec.capabilities.refusals)
@@ -384,7 +385,7 @@ def test_a_forward_that_ignores_embeddings_or_takes_none_loses_think(load: Load)
 
 
 def test_a_model_that_counts_embeddings_from_zero_loses_think(load: Load) -> None:
-    """As RoBERTa does: right for a whole prompt of embeddings, wrong behind a cache."""
+    """As RoBERTa does: right for a whole prompt of embeddings, wrong over a cache."""
 
     def from_zero(forward: Any, *args: Any, **kwargs: Any) -> Any:
         embeds = kwargs.get("inputs_embeds")
@@ -398,16 +399,16 @@ def test_a_model_that_counts_embeddings_from_zero_loses_think(load: Load) -> Non
 
 
 def test_a_model_that_mixes_neighbours_in_a_call_loses_batch(load: Load) -> None:
-    """Right alone, wrong in rows: it knows its tokens' places from the call, and in rows these are another's."""
+    """Right alone, wrong in a packed batch: it takes its tokens' places from the call, and there they are another's."""
 
-    def wrong_in_rows(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrong_in_a_batch(forward: Any, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 4:
             kwargs["position_ids"] = kwargs["position_ids"].flip(-1)
         return forward(*args, **kwargs)
 
     model = toy()
-    Forward(model, wrong_in_rows)
+    Forward(model, wrong_in_a_batch)
     refusals = dict(load(model, "wrong").spec.capabilities.refusals)
     assert refusals.keys() == {"batch"}
     assert "when several requests share a call" in refusals["batch"]
@@ -468,7 +469,7 @@ def test_findings_are_believed_for_the_same_model_only(load: Load, monkeypatch: 
     eager.set_attn_implementation("eager")
     assert calls_of(load, eager) > NUM_CALLS_REMEMBERED
     assert calls_of(load, toy()) == NUM_CALLS_REMEMBERED
-    monkeypatch.setattr(model_module, "VERSION", probe_module.VERSION + 1)
+    monkeypatch.setattr(model_module, "VERSION", findings_module.VERSION + 1)
     assert calls_of(load, toy()) == NUM_CALLS
 
 
@@ -499,9 +500,9 @@ def test_another_process_runs_no_probe(tmp_path: Path, monkeypatch: pytest.Monke
         )
         return result.stdout.strip().split("|")
 
-    told = ["0", "rope, half-split, 8 of 8 channels"]
-    assert child() == [str(NUM_CALLS), *told]
-    assert child() == [str(NUM_CALLS_REMEMBERED), *told]
+    findings = ["0", "rope, half-split, 8 of 8 channels"]
+    assert child() == [str(NUM_CALLS), *findings]
+    assert child() == [str(NUM_CALLS_REMEMBERED), *findings]
 
 
 def changed(entry: dict[str, Any], **fields: Any) -> str:
@@ -525,11 +526,11 @@ CORRUPT: dict[str, Callable[[dict[str, Any]], str]] = {
 @pytest.mark.parametrize("how", CORRUPT)
 def test_a_corrupt_memory_is_ignored_and_mended(how: str, load: Load, tmp_path: Path) -> None:
     load(toy())
-    file = tmp_path / PROBE_MEMORY
-    (tmp_path / "whole").write_text(file.read_text())
+    file = tmp_path / FINDINGS_FILE
+    (tmp_path / "stored").write_text(file.read_text())
     file.write_text(CORRUPT[how](json.loads(file.read_text())))
     assert calls_of(load, toy()) == NUM_CALLS
-    assert json.loads(file.read_text()).items() >= json.loads((tmp_path / "whole").read_text()).items()
+    assert json.loads(file.read_text()).items() >= json.loads((tmp_path / "stored").read_text()).items()
     assert calls_of(load, toy()) == NUM_CALLS_REMEMBERED
 
 
@@ -571,12 +572,12 @@ def test_a_skipped_probe_promises_what_needs_no_proof(unprobed_llama: ResidentMo
 
 def test_a_skipped_probe_runs_little_and_is_not_remembered(load: Load, tmp_path: Path) -> None:
     assert calls_of(load, toy(), probe=False) == NUM_CALLS_REMEMBERED
-    assert not (tmp_path / PROBE_MEMORY).exists()
+    assert not (tmp_path / FINDINGS_FILE).exists()
     assert calls_of(load, toy()) == NUM_CALLS
     assert load(toy(), probe=False).spec.capabilities.is_probed  # it was found out before
 
 
-def test_a_skipped_probe_still_knows_layers_that_are_kept_whole(load: Load) -> None:
+def test_a_skipped_probe_still_knows_opaque_layers(load: Load) -> None:
     model = load(toy("mamba2"), probe=False)
     assert "4 linear" in model.spec.capabilities.refusal("crop")
     assert model.findings == unprobed(model.kinds)

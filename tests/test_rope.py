@@ -274,7 +274,7 @@ def test_an_attention_factor_is_not_applied_twice() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_table_of_narrow_numbers_still_gives_exact_frequencies(dtype: torch.dtype) -> None:
-    """GPT-J keeps sines and cosines by position. In two bytes, the first rows alone do not tell the frequencies."""
+    """GPT-J keeps sines and cosines by position. In two bytes, the first rows alone do not give the frequencies."""
     exact = frequencies(model_of("table gptj"))
     narrow = frequencies(copy.deepcopy(model_of("table gptj")).to(dtype))  # type: ignore[arg-type]
     assert narrow.keys() == exact.keys() != set()
@@ -421,7 +421,7 @@ def test_the_other_layout_is_not_found(case: Case) -> None:
 # -- frequencies -------------------------------------------------------------------------------------------------------
 
 
-def test_frequencies_are_told_once_and_only_those_of_rotations() -> None:
+def test_frequencies_are_found_once_and_only_those_of_rotations() -> None:
     """GPT-2 has buffers and none of them; every layer of GPT-J has a table of its own, and all are one."""
     gpt2: Any = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=2, n_head=4))
     gpt2.register_buffer("some_table", torch.rand(8, 8))

@@ -1,4 +1,4 @@
-"""Requests share model calls, in order, and none is held up or harmed by another; rows give what they give alone."""
+"""Requests share model calls, in order, and none is held up or harmed by another: each is given what it gives alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.engine import loader
 from langgraph_latent.engine.model import ResidentModel
-from langgraph_latent.engine.scheduler import Limits, Row, Scheduler
+from langgraph_latent.engine.scheduler import Limits, NewTokens, Scheduler
 from langgraph_latent.errors import QueueFullError, RequestTimeoutError
 from langgraph_latent.kv.buffer import LayerStore
 from langgraph_latent.spec.digest import weights_digest
@@ -44,7 +44,7 @@ class Model:
     Attributes:
         calls: the ids of every row, call by call.
         begun, go: the next call sets the first and waits for the second.
-        errors: raised once, at the end of a call of so many rows.
+        errors: raised once, at the end of a call of so many sequences.
     """
 
     def __init__(self) -> None:
@@ -54,22 +54,22 @@ class Model:
         self.errors: dict[int, BaseException] = {}
         self.seconds = 0.0
 
-    def __call__(self, rows: Sequence[Row]) -> torch.Tensor:
-        self.calls.append([list(ids) for ids, _ in rows])
+    def __call__(self, batch: Sequence[NewTokens]) -> torch.Tensor:
+        self.calls.append([list(ids) for ids, _ in batch])
         self.begun.set()
         assert self.go.wait(60)
         time.sleep(self.seconds)
-        for ids, tail in rows:
+        for ids, tail in batch:
             tail.num_tokens += len(ids)
             if POISON in ids:
                 raise ValueError("poison")
-        if len(rows) in self.errors:
-            raise self.errors.pop(len(rows))
-        return torch.tensor([[float(ids[-1])] for ids, _ in rows])
+        if len(batch) in self.errors:
+            raise self.errors.pop(len(batch))
+        return torch.tensor([[float(ids[-1])] for ids, _ in batch])
 
     @property
     def sizes(self) -> list[int]:
-        return [len(rows) for rows in self.calls]
+        return [len(batch) for batch in self.calls]
 
 
 class Requests:
@@ -122,7 +122,7 @@ def requests() -> Iterator[Requests]:
 
 @pytest.fixture
 def pairs() -> Iterator[Requests]:
-    """Requests on a model that takes two rows in a call."""
+    """Requests on a model that takes two sequences in a call."""
     made = Requests(max_batch=2)
     yield made
     made.close()
@@ -322,7 +322,7 @@ def test_waiting_for_room_counts_as_time(requests: Requests) -> None:
         requests.scheduler.slot(Limits(max_queue=1, max_retries=60, timeout=0.01))
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
+# -- packed batches ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -339,14 +339,16 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("model", KINDS, indirect=True)
-def test_rows_over_different_caches_give_the_logits_and_caches_that_they_give_alone(model: ResidentModel) -> None:
+def test_a_batch_over_different_caches_gives_the_logits_and_caches_that_each_gives_alone(
+    model: ResidentModel,
+) -> None:
     """Forks of one prefix, an unrelated cache and none; one token, a few, and more than a sliding window of 24."""
     assert model.scheduler.max_batch > 1
     with model.empty_state().append() as tail:
-        model.forward([Row(some_ids(40), tail)])
+        model.forward([NewTokens(some_ids(40), tail)])
         prefix = tail.seal()
     with model.empty_state().append() as tail:
-        model.forward([Row(some_ids(61, seed=1), tail)])
+        model.forward([NewTokens(some_ids(61, seed=1), tail)])
         other = tail.seal()
     before = prefix.checksum(), other.checksum()
     states = [prefix, prefix, prefix, prefix.crop(17), other, model.empty_state(), model.empty_state()]
@@ -356,8 +358,8 @@ def test_rows_over_different_caches_give_the_logits_and_caches_that_they_give_al
         tails = [state.append() for state in states]
         logits = []
         for ids in (news, [[5]] * len(news), [[6, 7]] * len(news)):
-            rows = [Row(new, tail) for new, tail in zip(ids, tails, strict=True)]
-            logits += [model.forward(rows)] if side_by_side else [torch.cat([model.forward([row]) for row in rows])]
+            batch = [NewTokens(new, tail) for new, tail in zip(ids, tails, strict=True)]
+            logits += [model.forward(batch)] if side_by_side else [torch.cat([model.forward([each]) for each in batch])]
         layers = [layer for tail in tails for layer in tail.seal().layers()]
         for tail in tails:
             tail.close()
@@ -372,7 +374,7 @@ def test_rows_over_different_caches_give_the_logits_and_caches_that_they_give_al
 
 @pytest.mark.parametrize("model", KINDS, indirect=True)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_walk_of_calls_over_changing_rows_gives_plain_transformers_logits(model: ResidentModel, seed: int) -> None:
+def test_a_walk_of_calls_over_changing_batches_gives_plain_transformers_logits(model: ResidentModel, seed: int) -> None:
     """Sequences join, pause and fork; each call feeds some of them."""
     choose = random.Random(seed)
     sequences = [([], model.empty_state().append()) for _ in range(5)]
@@ -382,7 +384,7 @@ def test_a_walk_of_calls_over_changing_rows_gives_plain_transformers_logits(mode
             sequences.append((list(ids), tail.seal().append()))
         chosen = choose.sample(range(len(sequences)), choose.randint(1, 5))
         news = [choose.choices(range(3, 250), k=choose.choice([1, 1, 1, 7, 40])) for _ in chosen]
-        logits = model.forward([Row(new, sequences[index][1]) for index, new in zip(chosen, news, strict=True)])
+        logits = model.forward([NewTokens(new, sequences[index][1]) for index, new in zip(chosen, news, strict=True)])
         for row, index, new in zip(logits, chosen, news, strict=True):
             sequences[index][0].extend(new)
             with torch.no_grad():
@@ -404,7 +406,7 @@ def test_concurrent_prompts_in_parts_give_the_logits_of_one_call(model: Resident
         assert_close(actual, logits(ids))
 
 
-def test_a_model_that_takes_no_rows_runs_them_one_after_another(
+def test_a_model_that_takes_no_batch_runs_them_one_after_another(
     tiny_folder: Callable[..., Path], ws: LatentWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager attention knows one mask for all."""
@@ -423,13 +425,13 @@ def test_a_model_that_takes_no_rows_runs_them_one_after_another(
         assert [reply.text for reply in threads.map(chat.invoke, prompts)] == expected
 
 
-def test_memory_that_runs_out_for_rows_leaves_the_caches_that_were_forked(
+def test_memory_that_runs_out_in_a_batch_leaves_the_caches_that_were_forked(
     tiny_folder: Callable[..., Path], ws: LatentWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call fails between a fork's decision to copy and the copy; alone, each row has room."""
     model = ChatLatent(model=str(tiny_folder("llama")), workspace=ws).resident()
     with model.empty_state().append(200) as tail:
-        model.forward([Row(some_ids(40), tail)])
+        model.forward([NewTokens(some_ids(40), tail)])
         prefix = tail.seal().crop(30)
         whole = tail.seal()
     before, grow, failed = whole.checksum(), LayerStore._grow, []
@@ -442,9 +444,9 @@ def test_memory_that_runs_out_for_rows_leaves_the_caches_that_were_forked(
 
     news = [[5, 6], [7]]
     with prefix.append() as first, prefix.append() as second:
-        expected = [model.forward([Row(new, tail)]) for new, tail in zip(news, (first, second), strict=True)]
+        expected = [model.forward([NewTokens(new, tail)]) for new, tail in zip(news, (first, second), strict=True)]
     with prefix.append() as first, prefix.append() as second, model.scheduler.slot() as slot:
-        steps = [Row(new, tail) for new, tail in zip(news, (first, second), strict=True)]
+        steps = [NewTokens(new, tail) for new, tail in zip(news, (first, second), strict=True)]
         monkeypatch.setattr(LayerStore, "_grow", grow_later)
         logits = fed_at_once(model.scheduler, slot, steps)
     assert failed
@@ -452,12 +454,12 @@ def test_memory_that_runs_out_for_rows_leaves_the_caches_that_were_forked(
     assert whole.checksum() == before
 
 
-def fed_at_once(scheduler: Scheduler, slot: Any, rows: Sequence[Row]) -> list[torch.Tensor]:
-    """The logits of rows that are in one call for certain."""
+def fed_at_once(scheduler: Scheduler, slot: Any, batch: Sequence[NewTokens]) -> list[torch.Tensor]:
+    """The logits of sequences that are in one call for certain."""
     scheduler._leader = object()
-    with ThreadPoolExecutor(len(rows)) as threads:
-        futures = [threads.submit(slot.feed, *row) for row in rows]
-        eventually(lambda: len(scheduler._waiting) == len(rows))
+    with ThreadPoolExecutor(len(batch)) as threads:
+        futures = [threads.submit(slot.feed, *each) for each in batch]
+        eventually(lambda: len(scheduler._waiting) == len(batch))
         with scheduler._changed:
             scheduler._leader = None
             scheduler._changed.notify_all()

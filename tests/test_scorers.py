@@ -15,9 +15,10 @@ from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, LatentWorkspace
 from langgraph_latent.errors import ConfigError, HandleError, ModelMismatchError, UnsupportedLayerError
 from langgraph_latent.evaluation.importance import PASSAGES, Passage
 from langgraph_latent.kv import scorers
+from langgraph_latent.kv.layers import LayerKind
 from langgraph_latent.kv.move import Piece, moved_after
 from langgraph_latent.kv.scorers import budget_spans, key_norm
-from langgraph_latent.kv.state import KVState, LayerKind
+from langgraph_latent.kv.state import KVState
 
 FULL = LayerKind("full")
 TEXT = "The team that reads the report hands over what it knows to the team that decides and writes the answer. " * 3
@@ -78,16 +79,20 @@ def test_no_layer_outvotes_the_others_by_its_scale() -> None:
     assert budget_spans(state, 2, sinks=0, window=0) == ((10, 12),)
 
 
-def test_a_scorer_of_kvpress_form_is_called_with_one_layer_of_the_cache() -> None:
-    calls: list[dict[str, Any]] = []
+def test_a_scorer_is_called_with_keys_and_values_of_one_layer_after_the_other() -> None:
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def score(module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> torch.Tensor:
-        calls.append({"module": module, "hidden_states": hidden_states, "attentions": attentions, "kwargs": kwargs})
+    def score(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        calls.append((keys, values))
         assert keys.shape == values.shape == (1, 2, 60, 8)
         return torch.arange(60.0).expand(1, 2, 60)
 
-    assert budget_spans(state_of(torch.ones(60)), 10, score, sinks=2, window=0) == ((0, 2), (52, 60))
-    assert calls == [{"module": None, "hidden_states": None, "attentions": None, "kwargs": {}}] * 2
+    state = state_of(torch.ones(60))
+    assert budget_spans(state, 10, score, sinks=2, window=0) == ((0, 2), (52, 60))
+    assert len(calls) == 2
+    for index, (keys, values) in enumerate(calls):
+        assert torch.equal(keys, state.layer(index)[0])
+        assert torch.equal(values, state.layer(index)[1])
 
 
 def test_too_many_spans_are_joined_by_averaging_over_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +124,7 @@ def test_impossible_sinks_and_windows_are_refused(option: dict[str, Any]) -> Non
 @pytest.mark.parametrize("returned", [torch.ones(1, 2, 59), torch.ones(60), torch.full((1, 2, 60), math.nan)])
 def test_a_scorer_that_returns_something_else_is_refused(returned: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match="scorer"):
-        budget_spans(state_of(torch.ones(60)), 50, lambda **_: returned)
+        budget_spans(state_of(torch.ones(60)), 50, lambda keys, values: returned)
 
 
 def test_a_state_that_keeps_no_key_per_token_is_refused() -> None:
@@ -213,11 +218,11 @@ def test_small_keys_do_better_than_large_ones_on_the_real_model(smol_chat: ChatL
     right, wrong = 0.0, 0.0
     for passage in PASSAGES:
         right += loss_of_budget(smol_chat, passage, key_norm)
-        wrong += loss_of_budget(smol_chat, passage, lambda **options: -key_norm(**options))
+        wrong += loss_of_budget(smol_chat, passage, lambda keys, values: -key_norm(keys, values))
     assert right < 0.5 * wrong
 
 
-def loss_of_budget(chat: ChatLatent, passage: Passage, scorer: Any) -> float:
+def loss_of_budget(chat: ChatLatent, passage: Passage, scorer: scorers.Scorer) -> float:
     """Divergence of an answer's predictions, in nats a token, when three quarters of the context's tokens are kept."""
     model, ws = chat.resident(), chat.workspace
     assert ws is not None

@@ -1,4 +1,4 @@
-"""A KV state answers as transformers' own caches do, layer by layer; `test_whole` has those that it keeps whole."""
+"""A KV state answers as transformers' own caches do, layer by layer; `test_opaque` has opaque ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from langgraph_latent.errors import UnsupportedLayerError
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore
-from langgraph_latent.kv.state import KVState, LayerKind, empty_layers, layer_kinds, tensor_bytes
+from langgraph_latent.kv.layers import LayerKind, empty_layers, layer_kinds
+from langgraph_latent.kv.state import KVState, tensor_bytes
 
 WINDOW = 6
 FULL, SLIDING = LayerKind("full"), LayerKind("sliding", WINDOW)
@@ -62,7 +63,7 @@ def test_layer_kinds_are_read_off_the_models_config() -> None:
     ],
     ids=["qwen3_next", "lfm2", "mamba", "falcon_h1"],
 )
-def test_a_layer_that_is_not_attention_over_tokens_is_kept_whole(config: PreTrainedConfig, kinds: list[str]) -> None:
+def test_a_layer_that_is_not_attention_over_tokens_is_opaque(config: PreTrainedConfig, kinds: list[str]) -> None:
     """Field case 32: a recurrent state can be handed over, and no part of it can be taken back."""
     known = layer_kinds(config)
     assert known == tuple(LayerKind(name) for name in kinds)
@@ -71,7 +72,7 @@ def test_a_layer_that_is_not_attention_over_tokens_is_kept_whole(config: PreTrai
         [tokens(5) if kind.has_tokens else layer for kind, layer in zip(known, empty_layers(config), strict=True)],
         5,
     )
-    assert [whole is None for whole in state.opaque_layers] == [kind.has_tokens for kind in known]
+    assert [layer is None for layer in state.opaque_layers] == [kind.has_tokens for kind in known]
     assert [length for length in range(7) if state.can_crop(length)] == [5]
     with pytest.raises(ValueError, match="5 tokens can't be cropped to 4"):
         state.crop(4)

@@ -61,7 +61,12 @@ HOUSE = (
     Room("router"),
     Room(
         "kv",
-        {"torch": "*", "transformers": "*", "transformers.cache_utils": "*", "safetensors": "codec"},
+        {
+            "torch": "*",
+            "transformers": "layers state batching",
+            "transformers.cache_utils": "layers state batching",
+            "safetensors": "codec",
+        },
         light="__init__",
     ),
     Room(

@@ -1,1 +1,1 @@
-"""A model that runs: loading, identity, probe, scheduling, prefill and decode. Nothing here knows pools or LangGraph."""
+"""A model that runs: loading, identity, probe, scheduling, prefill, decode. Nothing here knows pools or LangGraph."""

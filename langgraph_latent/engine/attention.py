@@ -17,16 +17,19 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from langgraph_latent.kv.state import PackedKeys, PackedSequence
+from langgraph_latent.kv.batching import PackedKeys, PackedSequence
 
 STOCK = "sdpa"
-NAME = "sdpa_rows"
+NAME = "sdpa_packed"
 MIN_SHARED = 512
-"""Shared tokens from which on reading them once for several rows is faster."""
+"""Shared tokens from which on reading them once for several sequences is faster."""
 
 
 def use_packed_attention(model: PreTrainedModel) -> bool:
-    """Switch a model that runs transformers' sdpa to `packed_attention`; leave every other model alone, and say so."""
+    """Switch a model that runs transformers' sdpa to `packed_attention`; leave every other model alone.
+
+    Returns whether it was switched.
+    """
     if model.config._attn_implementation != STOCK or not model._can_set_attn_implementation():
         return False
     AttentionInterface.register(NAME, packed_attention)
@@ -45,15 +48,15 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of `query` (batch, heads, q, head_dim) over `key` and `value` (batch, kv_heads, kv, head_dim).
 
-    With `PackedKeys`, `query` holds the new tokens of several sequences side by side, and each attends to its own.
+    With `PackedKeys`, `query` holds the new tokens of a packed batch, and each sequence attends to its own keys.
     Returns (batch, q, heads, head_dim), as transformers' attention functions do.
     """
     is_plain = not options.get("dropout") and options.get("position_bias") is None and options.get("softcap") is None
     scale = options.get("scaling")
     if isinstance(key, PackedKeys):
         if not is_plain:
-            raise NotImplementedError("dropout, position bias and soft caps are not computed row by row")
-        if not hasattr(key, "rows"):
+            raise NotImplementedError("dropout, position bias and soft caps are not computed in a packed batch")
+        if not hasattr(key, "sequences"):
             raise NotImplementedError("the model changes its keys after it has cached them")
         output = _attend_packed(query, key, scale)
     elif not is_plain or query.device.type != "cpu" or query.shape[1] <= key.shape[1]:
@@ -68,40 +71,41 @@ def packed_attention(
 
 
 def _attend_packed(query: torch.Tensor, key: PackedKeys, scale: float | None) -> torch.Tensor:
-    """Each row's new tokens over its own keys, side by side as in `query`, (1, heads, new, head_dim)."""
-    is_biased = any(row.bias is not None for row in key.rows)
-    families = [
-        family for family in key.shared_prefixes if family.num_shared >= MIN_SHARED and not key.window and not is_biased
+    """Each sequence's new tokens over its own keys, side by side as in `query`, (1, heads, new, head_dim)."""
+    sequences = key.sequences
+    is_biased = any(each.bias is not None for each in sequences)
+    shared = [
+        prefix for prefix in key.shared_prefixes if prefix.num_tokens >= MIN_SHARED and not key.window and not is_biased
     ]
-    if len(families) == 1 and len(families[0].rows) == len(key.rows):
-        return _attend_shared_prefix(query, key.rows, families[0].num_shared, scale)
-    queries = query.split([row.num_new for row in key.rows], dim=2)
+    if len(shared) == 1 and len(shared[0].sequences) == len(sequences):
+        return _attend_shared_prefix(query, sequences, shared[0].num_tokens, scale)
+    queries = query.split([each.num_new for each in sequences], dim=2)
     outputs: dict[int, torch.Tensor] = {}
-    for rows, num_shared in families:
-        together = torch.cat([queries[row] for row in rows], dim=2)
-        output = _attend_shared_prefix(together, [key.rows[row] for row in rows], num_shared, scale)
-        outputs.update(zip(rows, output.split(1, dim=2), strict=True))
-    for index, row in enumerate(key.rows):
+    for indices, num_tokens in shared:
+        together = torch.cat([queries[index] for index in indices], dim=2)
+        output = _attend_shared_prefix(together, [sequences[index] for index in indices], num_tokens, scale)
+        outputs.update(zip(indices, output.split(1, dim=2), strict=True))
+    for index, sequence in enumerate(sequences):
         if index not in outputs:
-            outputs[index] = _attend(queries[index], row, key.window, scale)
+            outputs[index] = _attend(queries[index], sequence, key.window, scale)
     return torch.cat([outputs[index] for index in range(len(queries))], dim=2)
 
 
 def _attend_shared_prefix(
-    query: torch.Tensor, rows: Sequence[PackedSequence], num_shared: int, scale: float | None
+    query: torch.Tensor, sequences: Sequence[PackedSequence], num_shared: int, scale: float | None
 ) -> torch.Tensor:
-    """One new token of each row, (1, heads, rows, head_dim), over its keys: the first `num_shared` are equal in all.
+    """One new token of each sequence, (1, heads, sequences, head_dim); the first `num_shared` keys are equal in all.
 
-    The shared ones are read once for all rows, the others row by row; then both parts are joined by their softmax sums.
+    These are read once for all, the others per sequence; then both parts are joined by their softmax sums.
     Idea: shared-prefix attention as in Hydragen (arXiv 2402.05099) and cascade inference.
     """
-    keys, values = rows[0].keys, rows[0].values
-    groups = query.unflatten(1, (keys.shape[1], -1))  # (1, kv_heads, heads of a group, rows, head_dim)
+    keys, values = sequences[0].keys, sequences[0].values
+    groups = query.unflatten(1, (keys.shape[1], -1))  # (1, kv_heads, heads of a group, sequences, head_dim)
     shared = _partial(groups.flatten(2, 3), keys[:, :, :num_shared], values[:, :, :num_shared], scale)
     shared_output, shared_weight = (part.unflatten(2, groups.shape[2:4]) for part in shared)
     own = [
-        _partial(each, row.keys[:, :, num_shared:], row.values[:, :, num_shared:], scale)
-        for each, row in zip(groups.unbind(3), rows, strict=True)
+        _partial(own_query, each.keys[:, :, num_shared:], each.values[:, :, num_shared:], scale)
+        for own_query, each in zip(groups.unbind(3), sequences, strict=True)
     ]
     own_output, own_weight = (torch.stack(parts, dim=3) for parts in zip(*own, strict=True))
     share = torch.sigmoid(shared_weight - own_weight).unsqueeze(-1)
@@ -128,16 +132,16 @@ def _attend_once(
     return scaled_dot_product_attention(groups, keys, values, mask, scale=scale).reshape(*query.shape[:3], -1)
 
 
-def _attend(query: torch.Tensor, row: PackedSequence, window: int, scale: float | None) -> torch.Tensor:
+def _attend(query: torch.Tensor, sequence: PackedSequence, window: int, scale: float | None) -> torch.Tensor:
     """One sequence's new tokens over all its keys, (1, heads, new, head_dim)."""
-    new, length = query.shape[2], row.keys.shape[2]
-    bias = None if row.bias is None else row.bias.to(query.dtype)
-    if new == 1 and row.positions is None:
-        return _attend_once(query, row.keys, row.values, bias if bias is None else bias[None], scale)
-    at = torch.arange(length - new, length, device=query.device) if row.positions is None else row.positions
-    behind = at[:, None] - torch.arange(length, device=query.device)
-    mask = (behind >= 0) & (behind < window) if window else behind >= 0
+    new, length = query.shape[2], sequence.keys.shape[2]
+    bias = None if sequence.bias is None else sequence.bias.to(query.dtype)
+    if new == 1 and sequence.positions is None:
+        return _attend_once(query, sequence.keys, sequence.values, bias if bias is None else bias[None], scale)
+    at = torch.arange(length - new, length, device=query.device) if sequence.positions is None else sequence.positions
+    distance = at[:, None] - torch.arange(length, device=query.device)
+    mask = (distance >= 0) & (distance < window) if window else distance >= 0
     if bias is not None:
         mask = torch.where(mask, bias, -torch.inf)
-    is_grouped = row.keys.shape[1] < query.shape[1]
-    return scaled_dot_product_attention(query, row.keys, row.values, mask, scale=scale, enable_gqa=is_grouped)
+    is_grouped = sequence.keys.shape[1] < query.shape[1]
+    return scaled_dot_product_attention(query, sequence.keys, sequence.values, mask, scale=scale, enable_gqa=is_grouped)

@@ -36,7 +36,7 @@ _load_lock = threading.Lock()
 
 
 def acquire(key: ModelKey, *, probe: bool = True) -> ResidentModel:
-    """The one resident model for `key`, loaded on first use and probed unless told not to.
+    """The one resident model for `key`, loaded on first use, and probed where `probe` is True.
 
     Every call needs a `release`. Parallel callers wait for one load. Raises `ModelLoadError` for a name or folder that
     holds no usable model.

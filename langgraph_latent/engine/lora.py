@@ -1,4 +1,4 @@
-"""The LoRA adapters that shape a model's answers right now, told by their content and not by their name."""
+"""The LoRA adapters that shape a model's answers right now, known by their content and not by their name."""
 
 from __future__ import annotations
 

@@ -25,41 +25,30 @@ from langgraph_latent.disk_cache import DiskCache
 from langgraph_latent.engine import cpu_thread
 from langgraph_latent.engine.alignment import Alignment
 from langgraph_latent.engine.attention import STOCK, use_packed_attention
-from langgraph_latent.engine.identity import plain_config, spec_of
+from langgraph_latent.engine.findings import FINDINGS_FILE, VERSION, Findings, unprobed
+from langgraph_latent.engine.identity import spec_of
 from langgraph_latent.engine.lora import AdapterWatch
-from langgraph_latent.engine.probe import VERSION, Findings, Probe, unprobed
-from langgraph_latent.engine.sampling import Sampler
-from langgraph_latent.engine.scheduler import ALONE_CHUNK_TOKENS, MAX_BATCH, RequestSlot, Row, Scheduler
+from langgraph_latent.engine.probe import Probe
+from langgraph_latent.engine.sampling import Sampler, end_tokens
+from langgraph_latent.engine.scheduler import ALONE_CHUNK_TOKENS, MAX_BATCH, NewTokens, RequestSlot, Scheduler
 from langgraph_latent.errors import ContextLengthError, HandleError, UnsupportedLayerError
 from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.kv.batching import ValuesReached, early_cache, packed_cache, repair_cache
+from langgraph_latent.kv.layers import empty_layers, layer_kinds
 from langgraph_latent.kv.rope import Rotations, frequencies, rotations_of
-from langgraph_latent.kv.state import (
-    KVState,
-    KVTail,
-    ValuesReached,
-    early_cache,
-    empty_layers,
-    layer_kinds,
-    packed_cache,
-    repair_cache,
-)
+from langgraph_latent.kv.state import KVState, KVTail
 from langgraph_latent.prompt.answer import AnswerReaders
 from langgraph_latent.prompt.grammar import GrammarCompiler
 from langgraph_latent.prompt.prompt import PromptWriter
 from langgraph_latent.prompt.tool_calls import format_of
+from langgraph_latent.spec.config import config_digest, max_positions_of, rope_of, text_config
 from langgraph_latent.spec.digest import Digests
-from langgraph_latent.spec.folder import (
-    config_digest,
-    max_positions_of,
-    rope_of,
-)
 from langgraph_latent.spec.spec import ModelSpec
 
 PROBE_WINDOW = 256
 """Sliding windows, and what is compressed at once, up to this many tokens are filled by the probe."""
 SHORT = 3
-"""Tokens of a run beside the probe: what is larger behind the probe grows with the tokens."""
-PROBE_MEMORY = "probes.json"
+"""Tokens of a run beside the probe: what is larger after the probe grows with the tokens."""
 
 
 class ResidentModel:
@@ -70,7 +59,7 @@ class ResidentModel:
         prompts: renders messages for it.
         devices: where each cache layer lives; None for one that keeps nothing.
         findings: what the probe found out about its caches.
-        opaque_layers: cache layers that are kept whole, as they are after a few tokens; None for the others.
+        opaque_layers: the opaque cache layers, as they are after a few tokens; None for the others.
         answers: reads what was sampled.
         scheduler: lets concurrent requests share model calls.
         end_tokens: token ids that end an answer.
@@ -102,7 +91,7 @@ class ResidentModel:
         self.has_packed_attention = all(
             kind.name in ("full", "sliding") for kind in self.kinds
         ) and use_packed_attention(model)
-        self.end_tokens = _end_tokens(model, tokenizer)
+        self.end_tokens = end_tokens(model.generation_config, tokenizer.eos_token_id)
         self.answers = AnswerReaders(tokenizer, self.end_tokens)
         parameters = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -112,7 +101,7 @@ class ResidentModel:
                 f"{name!r} ({type(model).__name__}) takes no cache; use a text edge for this model"
             )
         self.takes_mask, self.takes_positions, self.gives_positions = True, "position_ids" in parameters, False
-        self.max_positions = max_positions_of(plain_config(model))
+        self.max_positions = max_positions_of(text_config(model.config))
         states, self.findings = self._probed(name, weights, attention, is_wanted=probe)
         state = states[-1]
         self.devices = [next((tensor.device for tensor in tensors), None) for tensors in state.layers()]
@@ -124,22 +113,19 @@ class ResidentModel:
         }
 
     def _probed(self, name: str, weights: str, attention: str, *, is_wanted: bool) -> tuple[list[KVState], Findings]:
-        """States of a few tokens, the longest last, and what is known of the model: remembered or found out now.
+        """States of a few tokens, the longest last, and what is known of the model: stored before or found out now.
 
         There is one state where all layers are attention, else two, which show what grows with the tokens.
         """
         ids = self._probe_ids()
         probe = Probe(self, ids, name)
-        version = (VERSION, transformers.__version__, torch.__version__, self.device.type, attention)
-        config = plain_config(self.model)
-        shape = (config_digest(config), rope_of(config), self.kinds, self.max_positions, self.model.dtype)
-        key = hashlib.sha256(repr((version, weights, shape)).encode()).hexdigest()
-        memory, findings = DiskCache(PROBE_MEMORY), None
+        key, stored = self._findings_key(weights, attention), DiskCache(FINDINGS_FILE)
+        findings = None
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            findings = Findings.from_dict(memory.recall(key)).checked(self)
+            findings = Findings.from_dict(stored.recall(key)).checked(len(self.kinds), frequencies(self.model))
         if findings is None and is_wanted:
             findings = probe.findings()
-            memory.remember(key, findings.to_dict())
+            stored.remember(key, findings.to_dict())
         findings = findings or unprobed(self.kinds)
         self.takes_mask, self.gives_positions = findings.takes_mask, findings.gives_positions
         states = [probe.written()]
@@ -149,11 +135,18 @@ class ResidentModel:
                 states.insert(0, tail.seal())
         return states, findings
 
+    def _findings_key(self, weights: str, attention: str) -> str:
+        """What findings are stored under: everything that they follow from."""
+        version = (VERSION, transformers.__version__, torch.__version__, self.device.type, attention)
+        config = text_config(self.model.config)
+        shape = (config_digest(config), rope_of(config), self.kinds, self.max_positions, self.model.dtype)
+        return hashlib.sha256(repr((version, weights, shape)).encode()).hexdigest()
+
     def _probe_ids(self) -> list[int]:
-        """Tokens for a probe, more than a small window holds or a layer compresses at once; more for what is whole."""
-        opaque_layers = [whole for whole in self.empty_state().opaque_layers if whole]
+        """Tokens for a probe, more than a small window holds or a layer compresses at once; more for opaque layers."""
+        opaque_layers = [layer for layer in self.empty_state().opaque_layers if layer]
         sizes = [kind.window for kind in self.kinds] + [
-            getattr(whole, "compress_rate", None) or 0 for whole in opaque_layers
+            getattr(layer, "compress_rate", None) or 0 for layer in opaque_layers
         ]
         vocab_size = self.model.config.get_text_config().vocab_size
         num_tokens = max(size if size <= PROBE_WINDOW else 0 for size in sizes) + (24 if opaque_layers else 12)
@@ -201,7 +194,7 @@ class ResidentModel:
         return GrammarCompiler(self.tokenizer, self.end_tokens, format_of(*self.prompts.template.call_frame))
 
     def prefill(self, ids: Sequence[int], tail: KVTail, slot: RequestSlot | None = None) -> torch.Tensor:
-        """Feed `ids` behind a tail, in chunks; the logits after the last one, shape (vocab,).
+        """Append `ids` to a tail, in chunks; the logits after the last one, shape (vocab,).
 
         `slot` is that of the request this belongs to; without one it is a request of its own.
 
@@ -219,7 +212,7 @@ class ResidentModel:
         return logits
 
     def logits(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
-        """Feed `ids` behind a tail in one call, as a request of its own; the logits after each of them, (ids, vocab).
+        """Append `ids` to a tail in one call, as a request of its own; the logits after each of them, (ids, vocab).
 
         Raises `ContextLengthError` where the sequence would be longer than the model takes.
         """
@@ -238,7 +231,7 @@ class ResidentModel:
     def decode(
         self, logits: torch.Tensor, tail: KVTail, sampler: Sampler, limit: int, slot: RequestSlot | None = None
     ) -> Iterator[int]:
-        """Sample up to `limit` tokens behind a tail; `logits` follow its last token. End tokens do not end it.
+        """Sample up to `limit` tokens after a tail; `logits` follow its last token. End tokens do not end it.
 
         The last token yielded is not in the cache: it is the pending one, fed by whoever goes on.
         """
@@ -254,11 +247,11 @@ class ResidentModel:
     def _in(self, slot: RequestSlot | None) -> AbstractContextManager[RequestSlot]:
         return nullcontext(slot) if slot is not None else self.scheduler.slot()
 
-    def forward(self, rows: Sequence[Row]) -> torch.Tensor:
-        """One model call on the new tokens of several sequences; logits after the last of each, (rows, vocab)."""
-        if len(rows) == 1 and not rows[0].tail.is_biased:
-            return self.run(*rows[0])[None]
-        return self.run_packed(rows)
+    def forward(self, batch: Sequence[NewTokens]) -> torch.Tensor:
+        """One model call on the new tokens of several sequences; logits after the last of each, (sequences, vocab)."""
+        if len(batch) == 1 and not batch[0].tail.is_biased:
+            return self.run(*batch[0])[None]
+        return self.run_packed(batch)
 
     def stock(self, ids: Sequence[int], num_last: int = 1) -> torch.Tensor:
         """Logits after each of the last ids, (num_last, vocab), by plain transformers: its own attention, no cache."""
@@ -296,34 +289,34 @@ class ResidentModel:
         tail.fed(len(ids))
         return logits
 
-    def run_packed(self, rows: Sequence[tuple[Sequence[int], KVTail]]) -> torch.Tensor:
-        """One model call on several sequences side by side; logits after the last token of each, (rows, vocab).
+    def run_packed(self, batch: Sequence[tuple[Sequence[int], KVTail]]) -> torch.Tensor:
+        """One model call on a packed batch; logits after the last token of each sequence, (sequences, vocab).
 
         Each is at its own positions; `packed_attention` keeps them apart.
         """
-        return self._run_packed(rows, [end - 1 for end in itertools.accumulate(len(ids) for ids, _ in rows)])
+        return self._run_packed(batch, [end - 1 for end in itertools.accumulate(len(ids) for ids, _ in batch)])
 
-    def _run_packed(self, rows: Sequence[tuple[Sequence[int], KVTail]], wanted: Sequence[int]) -> torch.Tensor:
+    def _run_packed(self, batch: Sequence[tuple[Sequence[int], KVTail]], wanted: Sequence[int]) -> torch.Tensor:
         """The same, with the logits at the `wanted` indices of all tokens, (wanted, vocab)."""
-        sizes = [len(ids) for ids, _ in rows]
-        positions = [at for ids, tail in rows for at in range(tail.num_tokens, tail.num_tokens + len(ids))]
-        ids = [token for ids, _ in rows for token in ids]
-        logits = self._run_at(packed_cache([tail for _, tail in rows], sizes), ids, positions, wanted)
-        for size, (_, tail) in zip(sizes, rows, strict=True):
+        sizes = [len(ids) for ids, _ in batch]
+        positions = [at for ids, tail in batch for at in range(tail.num_tokens, tail.num_tokens + len(ids))]
+        ids = [token for ids, _ in batch for token in ids]
+        logits = self._run_at(packed_cache([tail for _, tail in batch], sizes), ids, positions, wanted)
+        for size, (_, tail) in zip(sizes, batch, strict=True):
             tail.fed(size)
         return logits
 
-    def rewrite(self, ids: Sequence[int], positions: Sequence[int], tail: KVTail) -> None:
-        """Compute tokens of a tail anew at their positions, ascending: each sees all before it.
+    def recompute(self, ids: Sequence[int], positions: Sequence[int], tail: KVTail) -> None:
+        """Compute tokens of a tail again at their positions, ascending: each sees all before it.
 
-        It costs about their share of a prefill. Only for a model whose attention is given rows (`has_packed_attention`).
+        It costs about their share of a prefill. Only for a model that `has_packed_attention`.
         """
         for begin in range(0, len(ids), ALONE_CHUNK_TOKENS):
             new, at = ids[begin : begin + ALONE_CHUNK_TOKENS], positions[begin : begin + ALONE_CHUNK_TOKENS]
             self._run_at(repair_cache(tail, torch.tensor(at, device=self.device)), new, at, [])
 
     def early_values(self, ids: Sequence[int], state: KVState, layer: int) -> torch.Tensor:
-        """A layer's values of `ids` fed behind a state, (1, kv_heads, ids, head_dim); layers above are not run."""
+        """A layer's values of `ids` appended to a state, (1, kv_heads, ids, head_dim); layers above are not run."""
         found = []
         with state.append(state.num_tokens + len(ids)) as tail:
             for begin in range(0, len(ids), ALONE_CHUNK_TOKENS):
@@ -341,7 +334,7 @@ class ResidentModel:
     def _run_at(
         self, cache: Any, ids: Sequence[int], positions: Sequence[int], wanted: Sequence[int], **arguments: Any
     ) -> torch.Tensor:
-        """A model call in which the cache's layers say what attends to what; logits at the `wanted` indices."""
+        """A model call in which the cache's layers decide what attends to what; logits at the `wanted` indices."""
         return self._run(
             cache,
             ids,
@@ -408,9 +401,3 @@ class ResidentModel:
             keep(output.hidden_states[-1])
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_logits else logits[at]
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    configured = model.generation_config.eos_token_id
-    ends = configured if isinstance(configured, list) else [configured, tokenizer.eos_token_id]
-    return frozenset(token for token in ends if token is not None)

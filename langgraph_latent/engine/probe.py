@@ -1,7 +1,7 @@
 """What can be done with a model's caches, found out by running it on a few tokens. No list of model names.
 
 Each capability is a claim about logits: computed the cheap way they must be those of a plain run. What fails its claim
-is refused, with the reason. The whole probe is remembered with the model's identity and then not run again.
+is refused, with the reason. A probe keeps nothing itself: its answers are `Findings`, which whoever asked may store.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from langgraph_latent.checks import is_whole_number
+from langgraph_latent.engine.findings import Findings, opaque_refusals
 from langgraph_latent.errors import UnsupportedLayerError
+from langgraph_latent.kv.layers import LayerKind
 from langgraph_latent.kv.move import Piece, moved_after
 from langgraph_latent.kv.rope import (
-    LAYOUTS,
     LayerRotation,
     RotationSpec,
     find_rotation,
@@ -29,11 +28,8 @@ from langgraph_latent.kv.rope import (
     rotation_of,
     rotations_of,
 )
-from langgraph_latent.kv.state import KVState, KVTail, LayerKind
-from langgraph_latent.spec.spec import CAPABILITIES, Capabilities
+from langgraph_latent.kv.state import KVState, KVTail
 
-VERSION = 9
-"""Of the probe's claims: remembered findings of another version are not believed."""
 TOLERANCE, NARROW_TOLERANCE = 2e-5, 2e-1
 """Largest relative difference of logits; the second for dtypes of two bytes and less."""
 KEY_TOLERANCE, NARROW_KEY_TOLERANCE = 1e-4, 1e-1
@@ -41,14 +37,14 @@ KEY_TOLERANCE, NARROW_KEY_TOLERANCE = 1e-4, 1e-1
 NARROW = 6
 """Tokens of a window that is made narrow to be filled."""
 DELTA, FAR = 5, 97
-"""Positions by which tokens are moved: a few, behind others; many, alone, which tells slow frequencies apart."""
+"""Positions by which tokens are moved: a few, after others; many, alone, which tells slow frequencies apart."""
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 """Says nothing about a model."""
 UNUSED = "does not use the cache that it is given. Use a text edge for this model."
 WRONG = "gives other logits when its tokens are fed in parts"
 
-
-Parts = dict[str, torch.Tensor]
+LayerTensors = dict[str, torch.Tensor]
+"""A layer's tensors by name."""
 
 
 class Probed(Protocol):
@@ -78,84 +74,8 @@ class Probed(Protocol):
     def run(self, ids: Sequence[int], tail: KVTail, **arguments: Any) -> torch.Tensor:
         """Logits after the last of `ids`, (vocab,)."""
 
-    def run_packed(self, rows: Sequence[tuple[Sequence[int], KVTail]]) -> torch.Tensor:
-        """Logits after the last token of each row, (rows, vocab), from one model call."""
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What a probe found.
-
-    Attributes:
-        takes_mask, gives_positions: whether the model's forward is to be given an attention mask, and position ids.
-        is_stepwise: behind a cache, it takes one token at a time only.
-        refusals: (capability, reason) for what can't be done.
-        positions: where positions come from, for people.
-        rotations: per layer, how its keys and its values carry positions; None where they carry none.
-    """
-
-    takes_mask: bool = True
-    gives_positions: bool = False
-    is_stepwise: bool = False
-    refusals: tuple[tuple[str, str], ...] = ()
-    positions: str = ""
-    rotations: tuple[LayerRotation, ...] = ()
-    is_probed: bool = True
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(self.refusals, self.positions, self.is_probed)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Findings:
-        """Raises `KeyError`, `TypeError` or `ValueError` for what `to_dict` did not make."""
-        return cls(
-            takes_mask=_flag(data["takes_mask"]),
-            gives_positions=_flag(data["gives_positions"]),
-            is_stepwise=_flag(data["is_stepwise"]),
-            refusals=tuple(map(_refusal, data["refusals"])),
-            positions=str(data["positions"]),
-            rotations=tuple((_spec(keys), _spec(values)) for keys, values in data["rotations"]),
-        )
-
-    def checked(self, model: Probed) -> Findings:
-        """Itself. Raises `ValueError` where it can't be of this model."""
-        names = {spec.frequencies for layer in self.rotations for spec in layer if spec}
-        if len(self.rotations) != len(model.kinds) or not names <= frequencies(model.model).keys():
-            raise ValueError("these findings are of another model")
-        return self
-
-
-def _spec(fields: Sequence[Any] | None) -> RotationSpec | None:
-    if fields is None:
-        return None
-    spec = RotationSpec(*fields)
-    if spec.layout not in LAYOUTS or not is_whole_number(spec.begin, 0) or spec.direction not in (1, -1):
-        raise ValueError(f"{spec} is no rotation")
-    return spec
-
-
-def _refusal(fields: Sequence[Any]) -> tuple[str, str]:
-    name, reason = fields
-    if name not in CAPABILITIES or not isinstance(reason, str):
-        raise ValueError(f"{fields} is no refusal")
-    return name, reason
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
-
-
-def unprobed(kinds: Sequence[LayerKind]) -> Findings:
-    """What is promised without a probe: what the kinds of layers prove, and nothing that needs a proof."""
-    skipped = "the probe was skipped"
-    refusals = [("move", skipped), ("think", skipped), ("batch", skipped)]
-    return Findings(refusals=(*_kept_whole(kinds), *refusals), positions="not probed", is_probed=False)
+    def run_packed(self, batch: Sequence[tuple[Sequence[int], KVTail]]) -> torch.Tensor:
+        """Logits after the last token of each sequence, (sequences, vocab), from one model call."""
 
 
 def _failed(caught: Exception) -> str:
@@ -163,14 +83,6 @@ def _failed(caught: Exception) -> str:
         f"does not run over transformers' cache layers for it: {type(caught).__name__}: {caught}. Use a text edge for "
         "this model."
     )
-
-
-def _kept_whole(kinds: Sequence[LayerKind]) -> list[tuple[str, str]]:
-    whole = Counter(kind.name for kind in kinds if not kind.has_tokens and kind.name != "none")
-    if not whole:
-        return []
-    names = ", ".join(f"{count} {name}" for name, count in whole.items())
-    return [("crop", f"it has layers that are kept whole ({names}): no part of their state can be taken back")]
 
 
 class Probe:
@@ -191,10 +103,10 @@ class Probe:
         self._key_tolerance = NARROW_KEY_TOLERANCE if is_narrow else KEY_TOLERANCE
 
     def findings(self) -> Findings:
-        """Raises `UnsupportedLayerError` for a model that can't go on behind a cache."""
+        """Raises `UnsupportedLayerError` for a model that can't continue a cache."""
         is_stepwise = self._find_way_to_append()
         rotations, is_absolute = self._find_rotations()
-        refusals = dict(_kept_whole(self._model.kinds))
+        refusals = dict(opaque_refusals(self._model.kinds))
         claims = {
             "crop": self._refuse_crop,
             "batch": self._refuse_batch,
@@ -214,14 +126,14 @@ class Probe:
         )
 
     @cached_property
-    def whole(self) -> tuple[torch.Tensor, KVState]:
+    def at_once(self) -> tuple[torch.Tensor, KVState]:
         """Logits after all tokens, fed at once, and their state."""
         return self._fed(self._ids)
 
     def written(self) -> KVState:
         """The state of all tokens. Raises `UnsupportedLayerError` for a model that can't write one, probed or not."""
         try:
-            state = self.whole[1]
+            state = self.at_once[1]
         except OUT_OF_MEMORY:
             raise
         except Exception as caught:
@@ -233,14 +145,14 @@ class Probe:
     # -- append -----------------------------------------------------------------------------------------------------
 
     def _find_way_to_append(self) -> bool:
-        """Settle how the model is called; whether it takes one token at a time only behind a cache."""
+        """Settle how the model is called; whether it takes one token at a time only over a cache."""
         model, failures = self._model, list[str]()
         (expected,) = model.stock(self._ids)
         for is_stepwise, takes_mask, gives_positions in itertools.product((False, True), (True, False), (False, True)):
             if gives_positions > model.takes_positions:
                 continue
             model.takes_mask, model.gives_positions = takes_mask, gives_positions
-            self.__dict__.pop("whole", None)
+            self.__dict__.pop("at_once", None)
             try:
                 failure = self._refuse_append(expected, is_stepwise) or self._refuse_wide_windows(is_stepwise)
             except OUT_OF_MEMORY:
@@ -250,27 +162,27 @@ class Probe:
             if not failure:
                 return is_stepwise
             failures.append(failure)
-        told = next((failure for failure in failures if failure.startswith(WRONG)), failures[0])
-        raise UnsupportedLayerError(f"{self._name} {told}")
+        reason = next((failure for failure in failures if failure.startswith(WRONG)), failures[0])
+        raise UnsupportedLayerError(f"{self._name} {reason}")
 
     def _refuse_wide_windows(self, is_stepwise: bool) -> str:
         """Ask the same of windows that the tokens don't fill, made narrow for as long: some are wrong past them."""
         wide = {kind.window for kind in self._model.kinds if kind.window >= len(self._ids)}
         if not wide:
             return ""
-        at_width = self.__dict__.pop("whole")
+        at_width = self.__dict__.pop("at_once")
         with narrowed(self._model, wide):
             failure = self._refuse_append(self._model.stock(self._ids)[0], is_stepwise)
-        self.__dict__["whole"] = at_width
+        self.__dict__["at_once"] = at_width
         return f"{failure}; that is so past its sliding window" if failure else ""
 
     def _refuse_append(self, expected: torch.Tensor, is_stepwise: bool) -> str:
         num_tokens, num_single = len(self._ids), 8 if any(self._model.empty_state().opaque_layers) else 2
-        at_once, state = self.whole
+        logits, state = self.at_once
         if not _is_written(state):
             return UNUSED
-        parts = [5, *[1] * (num_tokens - 5)] if is_stepwise else [5, num_tokens - 5 - num_single, *[1] * num_single]
-        error = max(difference(expected, at_once), difference(expected, self._in_parts(parts)))
+        sizes = [5, *[1] * (num_tokens - 5)] if is_stepwise else [5, num_tokens - 5 - num_single, *[1] * num_single]
+        error = max(difference(expected, logits), difference(expected, self._in_parts(sizes)))
         if error <= self._tolerance:
             return ""
         return (
@@ -279,7 +191,7 @@ class Probe:
         )
 
     def _in_parts(self, sizes: Sequence[int]) -> torch.Tensor:
-        """Logits after the tokens, fed in parts of these sizes; behind the first, the model reads longer text."""
+        """Logits after the tokens, fed in parts of these sizes; after the first, the model reads longer text."""
         with self._model.empty_state().append(len(self._ids)) as tail:
             begin = 0
             for size in sizes:
@@ -306,10 +218,10 @@ class Probe:
             return f"its forward raises {type(error).__name__}: {str(error)[:200]}"
 
     def _refuse_crop(self) -> str:
-        expected, state = self.whole
+        expected, state = self.at_once
         middle = len(self._ids) // 2
         with state.crop(middle).append(len(self._ids)) as tail:
-            return self._refuse(expected, self._model.run(self._ids[middle:], tail), "behind a cropped cache")
+            return self._refuse(expected, self._model.run(self._ids[middle:], tail), "after a cropped cache")
 
     def _refuse_batch(self) -> str:
         """Several sequences in one call, of different lengths and at different positions, must be as each alone."""
@@ -317,7 +229,7 @@ class Probe:
             return "not all of its layers are full or sliding-window attention; its requests run one after another"
         if not self._model.has_packed_attention or not self._model.takes_mask:
             return "its attention is not transformers' sdpa; its requests run one after another"
-        (logits, state), ids = self.whole, self._ids
+        (logits, state), ids = self.at_once, self._ids
         begun = (
             (state.crop(len(ids) - 1), ids[-1:]),
             (self._model.empty_state(), self._other),
@@ -325,13 +237,13 @@ class Probe:
         )
         alone = (logits, self._other_logits, logits)
         with contextlib.ExitStack() as stack:
-            rows = [(new, stack.enter_context(before.append(len(ids)))) for before, new in begun]
-            together = self._model.run_packed(rows)
+            batch = [(new, stack.enter_context(before.append(len(ids)))) for before, new in begun]
+            together = self._model.run_packed(batch)
         return self._refuse(torch.stack(alone), together, "when several requests share a call")
 
     def _refuse_think(self) -> str:
-        """An embedding in place of the last token, behind a cache: some models count positions from it alone."""
-        (expected, state), num_before = self.whole, len(self._ids) - 1
+        """An embedding in place of the last token, over a cache: some models count positions from it alone."""
+        (expected, state), num_before = self.at_once, len(self._ids) - 1
         embeddings = self._model.model.get_input_embeddings()
         last = torch.tensor([self._ids[-1:]], device=embeddings.weight.device)
         before = state.crop(num_before) if state.can_crop(num_before) else self._fed(self._ids[:-1])[1]
@@ -374,11 +286,11 @@ class Probe:
         return frequencies(self._model.model)
 
     def _attention_layers(self) -> list[int]:
-        """The layers that keep keys and values, be it as a part of what they keep whole."""
-        state = self.whole[1]
-        return [index for index in range(len(state.kinds)) if "keys" in state.parts(index)]
+        """The layers that keep keys and values, opaque ones included."""
+        state = self.at_once[1]
+        return [index for index in range(len(state.kinds)) if "keys" in state.tensors(index)]
 
-    def _at_two_positions(self) -> tuple[dict[int, Parts], dict[int, Parts], int]:
+    def _at_two_positions(self) -> tuple[dict[int, LayerTensors], dict[int, LayerTensors], int]:
         """The attention layers' tensors of the same tokens at two positions, and how far apart these are.
 
         A token alone attends to itself only: whatever its position, every layer is given the very same input, so that
@@ -386,19 +298,19 @@ class Probe:
         """
         layers = self._attention_layers()
         if not self._model.takes_positions:
-            state = self.whole[1]
-            return {index: state.parts(index) for index in layers}, self._behind_hidden(layers), DELTA
+            state = self.at_once[1]
+            return {index: state.tensors(index) for index in layers}, self._after_hidden(layers), DELTA
         found, delta = [], min(FAR, (self._model.max_positions or 2 * FAR) // 2)
         for at in (0, delta):
             with self._model.empty_state().append() as tail:
                 positions = torch.tensor([[at]], device=self._model.model.device)
                 self._model.run(self._ids[:1], tail, position_ids=positions)
                 state = tail.seal()
-            found.append({index: state.parts(index) for index in layers})
+            found.append({index: state.tensors(index) for index in layers})
         return found[0], found[1], delta
 
-    def _behind_hidden(self, layers: Sequence[int]) -> dict[int, Parts]:
-        """The layers' tensors of all tokens behind `DELTA` others, which are hidden by the mask.
+    def _after_hidden(self, layers: Sequence[int]) -> dict[int, LayerTensors]:
+        """The layers' tensors of all tokens after `DELTA` others, which are hidden by the mask.
 
         Raises `ValueError` where the mask is what gives positions: then it is not known what they would be with those
         tokens in sight.
@@ -414,7 +326,7 @@ class Probe:
             in_sight = tail.seal()
         if layers and difference(in_sight.layer(layers[0])[0], hidden.layer(layers[0])[0]) > self._key_tolerance:
             raise ValueError("positions come from the mask")
-        return {index: {name: part[:, :, DELTA:] for name, part in hidden.parts(index).items()} for index in layers}
+        return {index: {name: part[:, :, DELTA:] for name, part in hidden.tensors(index).items()} for index in layers}
 
     def _hiding(self, num_hidden: int, num_seen: int) -> torch.Tensor:
         """An attention mask, (1, hidden + seen)."""
@@ -422,14 +334,14 @@ class Probe:
 
     def _refuse_move(self, rotations: Sequence[LayerRotation], is_absolute: bool) -> str:
         """A block computed alone and moved must be as one computed in place that does not see what is before it."""
-        if whole := _kept_whole(self._model.kinds):
-            return whole[0][1].replace("taken back", "moved")
+        if refusals := opaque_refusals(self._model.kinds):
+            return refusals[0][1].replace("taken back", "moved")
         if is_absolute:
             return "positions are in its keys in a way that no rotation explains (learned or absolute positions)"
         if not self._model.takes_mask:
             return "it takes no attention mask, so a move can't be proven"
         first, block, last = self._ids[-DELTA:], self._ids[:-3], self._ids[-3:]
-        return self._refuse(*self._in_place_and_moved(first, block, last, rotations), "behind a block that was moved")
+        return self._refuse(*self._in_place_and_moved(first, block, last, rotations), "after a block that was moved")
 
     def _in_place_and_moved(
         self, first: list[int], block: list[int], last: list[int], rotations: Sequence[LayerRotation]
@@ -442,7 +354,7 @@ class Probe:
             start = tail.seal()
             model.run(block, tail, attention_mask=hidden, **({"position_ids": at} if model.takes_positions else {}))
             in_place = model.run(last, tail)
-        alone = self.whole[1].crop(len(block))
+        alone = self.at_once[1].crop(len(block))
         moving = rotations_of(rotations, self._frequencies)
         with moved_after(start, [Piece.of(alone)], moving).append(total) as tail:
             return in_place, model.run(last, tail)
@@ -463,7 +375,7 @@ class Probe:
     def _position(self, index: int, keys: RotationSpec | None, values: RotationSpec | None) -> _Position:
         if (spec := keys or values) is None:
             return _Position("ALiBi" if _has_alibi(self._model.model) else "none")
-        channels = self.whole[1].parts(index)["keys" if keys else "values"].shape[-1]
+        channels = self.at_once[1].tensors(index)["keys" if keys else "values"].shape[-1]
         width = 2 * len(self._frequencies[spec.frequencies])
         return _Position(f"rope, {spec.layout}, {width} of {channels} channels", spec.frequencies)
 
@@ -473,7 +385,7 @@ class Probe:
 
 
 class _Position(NamedTuple):
-    """Where a layer's positions come from; layers with other frequencies are told apart."""
+    """Where a layer's positions come from; layers of different frequencies count apart."""
 
     text: str
     frequencies: str = ""
@@ -483,7 +395,7 @@ class _Position(NamedTuple):
 def narrowed(model: Probed, wide: Collection[int]) -> Iterator[None]:
     """A model whose windows of these many tokens are `NARROW` ones, in its config, its modules and its cache layers."""
     config, kinds = model.model.config, model.kinds
-    opaque_layers = [whole for whole in model.empty_state().opaque_layers if whole]
+    opaque_layers = [layer for layer in model.empty_state().opaque_layers if layer]
     owners = [config, config.get_text_config(), *model.model.modules(), *opaque_layers]
     changed = [
         (owner, name, value)
@@ -503,7 +415,7 @@ def narrowed(model: Probed, wide: Collection[int]) -> Iterator[None]:
 
 
 def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value; infinite where either holds what is no number."""
+    """The largest difference, relative to the largest value; infinite where either holds what is not a number."""
     expected, actual = expected.float(), actual.float()
     error = float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-6))
     return math.inf if math.isnan(error) else error

@@ -68,7 +68,7 @@ class Sampler:
     Args:
         prompt: packed token ids that come before the first choice.
         defaults: the model's own generation defaults.
-        extra: transformers logits processors, applied behind the defaults' penalties and before temperature.
+        extra: transformers logits processors, applied after the defaults' penalties and before temperature.
 
     `context` is every token so far, as transformers' processors and criteria take it: (1, seq), int64. `scores` are
     what the last one was chosen from: (1, vocab), float32.
@@ -138,3 +138,10 @@ def _warpers(sampling: Sampling) -> list[Any]:
     if sampling.top_p < 1.0:
         warpers.append(TopPLogitsWarper(sampling.top_p))
     return warpers
+
+
+def end_tokens(defaults: GenerationConfig, eos_token: int | None) -> frozenset[int]:
+    """Token ids that end an answer: a model's own list, or its one with the tokenizer's."""
+    configured = defaults.eos_token_id
+    ends = configured if isinstance(configured, list) else [configured, eos_token]
+    return frozenset(token for token in ends if token is not None)

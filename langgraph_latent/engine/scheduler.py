@@ -69,25 +69,25 @@ class Limits:
         return self.cancelled is not None and self.cancelled.is_set()
 
 
-class Row(NamedTuple):
-    """New tokens of one sequence, and the tail that they are fed behind."""
+class NewTokens(NamedTuple):
+    """New tokens of one sequence, and the tail that they are appended to."""
 
     ids: Sequence[int]
     tail: KVTail
 
 
 class Scheduler:
-    """Batches the rows of concurrent requests on one model. Safe in threads.
+    """Batches the new tokens of concurrent requests on one model. Safe in threads.
 
     Args:
-        run: one model call; logits after the last token of each row, (rows, vocab).
-        max_batch: rows in one call; 1 where the model can't take more.
+        run: one model call on a packed batch; logits after the last token of each sequence, (sequences, vocab).
+        max_batch: sequences in one call; 1 where the model can't take more.
 
     Attributes:
         patience_s: how long the next call waits for requests that have just got a token.
     """
 
-    def __init__(self, run: Callable[[Sequence[Row]], torch.Tensor], max_batch: int = MAX_BATCH) -> None:
+    def __init__(self, run: Callable[[Sequence[NewTokens]], torch.Tensor], max_batch: int = MAX_BATCH) -> None:
         self.max_batch = max_batch
         self._run = run
         self._lock = threading.RLock()  # taken by itself: an interrupt can come within `with condition`
@@ -187,7 +187,7 @@ class Scheduler:
                 each.slot.served_at = now
                 each.is_done = each.outcome is not None
                 if not each.is_done:  # this thread was interrupted: somebody else runs it
-                    each.row.tail.rewind(each.begin)
+                    each.new.tail.rewind(each.begin)
                     if each not in self._waiting:
                         self._waiting.append(each)
             self._batch, self._leader = [], None
@@ -201,14 +201,14 @@ class Scheduler:
                 self._waiting.remove(step)
 
     def _run_steps(self, steps: Sequence[_Step]) -> None:
-        """Give each step its logits, or the error that its row raises alone too."""
+        """Give each step its logits, or the error that its call raises alone too."""
         try:
-            for step, logits in zip(steps, self._run([step.row for step in steps]), strict=True):
+            for step, logits in zip(steps, self._run([step.new for step in steps]), strict=True):
                 step.outcome = logits
             return
-        except Exception as error:  # noqa: BLE001 - raised in the thread whose row it is
+        except Exception as error:  # noqa: BLE001 - raised in the thread whose step it is
             for step in steps:
-                step.row.tail.rewind(step.begin)
+                step.new.tail.rewind(step.begin)
             if len(steps) == 1:
                 steps[0].outcome = error
                 return
@@ -217,7 +217,7 @@ class Scheduler:
 
 
 class RequestSlot:
-    """One request's way to the model, as a context manager.
+    """One request's place among those under way, and its way to the model, as a context manager.
 
     Attributes:
         served_at: when its last logits were there; for the scheduler.
@@ -249,10 +249,10 @@ class RequestSlot:
             )
 
     def feed(self, ids: Sequence[int], tail: KVTail) -> torch.Tensor:
-        """Logits after `ids` behind a tail, (vocab,). Raises what the model call raises, and what `check` raises."""
+        """Append `ids` to a tail; the logits after them, (vocab,). Raises what the call and what `check` raise."""
         self.check()
         self.is_brisk = time.monotonic() - self.served_at <= self._scheduler.patience_s
-        return self._scheduler.feed(_Step(self, Row(ids, tail)))
+        return self._scheduler.feed(_Step(self, NewTokens(ids, tail)))
 
     def close(self) -> None:
         self._scheduler.leave(self)
@@ -267,14 +267,14 @@ class RequestSlot:
 
 
 class _Step:
-    """A row that waits for its model call; then its logits, or why there are none."""
+    """New tokens that wait for their model call; then its logits, or why there are none."""
 
-    __slots__ = ("slot", "row", "begin", "outcome", "is_done")
+    __slots__ = ("slot", "new", "begin", "outcome", "is_done")
 
-    def __init__(self, slot: RequestSlot, row: Row) -> None:
+    def __init__(self, slot: RequestSlot, new: NewTokens) -> None:
         self.slot = slot
-        self.row = row
-        self.begin = row.tail.num_tokens
+        self.new = new
+        self.begin = new.tail.num_tokens
         self.outcome: torch.Tensor | Exception | None = None
         self.is_done = False
 

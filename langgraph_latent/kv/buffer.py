@@ -123,7 +123,7 @@ class KVBuffer:
             self._views.add(view)
 
     def claim(self, length: int) -> bool:
-        """Become the writer behind position `length`; False when another writes or a live state sees further."""
+        """Become the writer from position `length` on; False when another writes or a live state sees further."""
         with self._lock:
             sealed = self.sealed
             if self._is_claimed or length < sealed:

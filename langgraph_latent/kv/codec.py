@@ -26,8 +26,9 @@ from safetensors.torch import save
 from langgraph_latent.checks import is_whole_number
 from langgraph_latent.errors import CodecError, HandleError
 from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.kv.layers import LayerKind
 from langgraph_latent.kv.opaque import fill_layer, plain_of
-from langgraph_latent.kv.state import KVState, LayerKind, tensor_bytes
+from langgraph_latent.kv.state import KVState, tensor_bytes
 from langgraph_latent.spec.spec import LayerSpec, ModelSpec, StateTensor
 
 SCHEMA_VERSION = 2
@@ -45,7 +46,7 @@ DTYPES = {
 }
 
 
-class Decoded(NamedTuple):
+class CacheFile(NamedTuple):
     """What a blob held."""
 
     handle: KVHandle
@@ -55,25 +56,30 @@ class Decoded(NamedTuple):
 def encode(handle: KVHandle, state: KVState, spec: ModelSpec) -> bytes:
     """One byte string that `decode` takes back. Sliding-window layers hold only what the next token may attend to."""
     tensors: dict[str, torch.Tensor] = {}
-    rows = []
+    layers = []
     for index, kind in enumerate(state.kinds):
-        parts = state.parts(index)
-        row: dict[str, Any] = {"kind": kind.name, "window": kind.window, "begin": kind.first_needed(state.num_tokens)}
-        row["tensors"] = {
-            part: {"shape": list(tensor.shape), "sha256": _sha256(tensor_bytes(tensor))}
-            for part, tensor in parts.items()
-        }
-        row["plain"] = {} if kind.has_tokens else plain_of(state.opaque_layers[index])
-        rows.append(row)
-        for part, tensor in parts.items():
-            tensors[_name(index, part)] = tensor.detach().to("cpu").contiguous()
+        own = state.tensors(index)
+        layers.append(
+            {
+                "kind": kind.name,
+                "window": kind.window,
+                "begin": kind.first_needed(state.num_tokens),
+                "tensors": {
+                    name: {"shape": list(tensor.shape), "sha256": _sha256(tensor_bytes(tensor))}
+                    for name, tensor in own.items()
+                },
+                "plain": {} if kind.has_tokens else plain_of(state.opaque_layers[index]),
+            }
+        )
+        for name, tensor in own.items():
+            tensors[_name(index, name)] = tensor.detach().to("cpu").contiguous()
     manifest = json.dumps(
         {
             "schema": SCHEMA_VERSION,
             "model": spec.identity,
             "dtype": spec.dtype,
             "num_tokens": state.num_tokens,
-            "layers": rows,
+            "layers": layers,
             "handle": handle.to_dict(),
         },
         sort_keys=True,
@@ -81,10 +87,10 @@ def encode(handle: KVHandle, state: KVState, spec: ModelSpec) -> bytes:
     return save(tensors, {"manifest": manifest, "manifest_sha256": _sha256(manifest.encode())})
 
 
-def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec, opaque_layers: Sequence[Any] = ()) -> Decoded:
+def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec, opaque_layers: Sequence[Any] = ()) -> CacheFile:
     """Verify a blob for the model of `spec` and view its tensors, sharing memory with `blob`.
 
-    `opaque_layers` are one state's layers that are kept whole, to be made like; they are not changed.
+    `opaque_layers` are one state's opaque layers: those of the blob are made like them, and they are not changed.
 
     Raises `CodecError` for anything that is not exactly what `encode` wrote for this model.
     """
@@ -100,12 +106,12 @@ def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec, opaque_layers:
 
 
 def read_file(path: Path, spec: ModelSpec) -> bytearray:
-    """A file's bytes, read only where its header is that of a whole cache file. Raises `CodecError`."""
+    """A file's bytes, read only where its header is that of a complete cache file. Raises `CodecError`."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise CodecError(f"{str(path)!r} is no regular file")
+                raise CodecError(f"{str(path)!r} is not a regular file")
             length = _header_length(file.read(8), status.st_size, spec)
             header = json.loads(file.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
@@ -119,7 +125,7 @@ def read_file(path: Path, spec: ModelSpec) -> bytearray:
     except OSError as error:
         raise CodecError(f"the cache file {str(path)!r} can't be read: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise CodecError(f"{str(path)!r} is no cache file, or damaged: {type(error).__name__}: {error}") from error
+        raise CodecError(f"{str(path)!r} is not a cache file, or damaged: {type(error).__name__}: {error}") from error
 
 
 def _open_at_once(name: str, flags: int) -> int:
@@ -128,7 +134,7 @@ def _open_at_once(name: str, flags: int) -> int:
 
 
 def write_file(path: Path, blob: bytes) -> None:
-    """Put a blob into a file that only its owner can read, whole or not at all. Raises `CodecError`."""
+    """Put a blob into a file that only its owner can read, all of it or nothing. Raises `CodecError`."""
     try:
         fd, part = tempfile.mkstemp(dir=path.parent, prefix=".kv-cache.")
         try:
@@ -142,7 +148,7 @@ def write_file(path: Path, blob: bytes) -> None:
         raise CodecError(f"the cache can't be written to {str(path)!r}: {error}") from error
 
 
-def _decode(blob: memoryview, spec: ModelSpec, opaque_layers: Sequence[Any]) -> Decoded:
+def _decode(blob: memoryview, spec: ModelSpec, opaque_layers: Sequence[Any]) -> CacheFile:
     header, data = _split(blob, spec)
     metadata = header.pop("__metadata__")
     manifest = _verified_manifest(metadata)
@@ -152,29 +158,29 @@ def _decode(blob: memoryview, spec: ModelSpec, opaque_layers: Sequence[Any]) -> 
     if not 0 < num_tokens <= handle.num_tokens or handle.model != spec.identity:
         raise CodecError(f"the manifest's {num_tokens} cached tokens do not fit its handle of {handle.num_tokens}")
     kinds, layers, used = [], [], 0
-    for index, (row, layer) in enumerate(zip(manifest["layers"], spec.layers, strict=True)):
+    for index, (declared, layer) in enumerate(zip(manifest["layers"], spec.layers, strict=True)):
         kind = LayerKind(layer.kind, layer.window)
         begin = kind.first_needed(num_tokens)
-        if (row["kind"], row["window"], row["begin"]) != (kind.name, kind.window, begin):
+        if (declared["kind"], declared["window"], declared["begin"]) != (kind.name, kind.window, begin):
             raise CodecError(
-                f"layer {index} is declared {row['kind']} from {row['begin']}, expected {kind.name} from {begin}"
+                f"layer {index} is declared {declared['kind']} from {declared['begin']}, expected {kind.name} from "
+                f"{begin}"
             )
-        expected = _expected_tensors(layer, num_tokens - begin, spec.dtype)
-        parts: dict[str, torch.Tensor] = {}
-        for wanted in expected:
-            entry, declared = header.pop(_name(index, wanted.name)), row["tensors"].pop(wanted.name)
-            parts[wanted.name], span = _tensor(entry, declared, wanted, data, f"layer {index} {wanted.name}")
+        tensors: dict[str, torch.Tensor] = {}
+        for wanted in _expected_tensors(layer, num_tokens - begin, spec.dtype):
+            entry, claim = header.pop(_name(index, wanted.name)), declared["tensors"].pop(wanted.name)
+            tensors[wanted.name], span = _tensor(entry, claim, wanted, data, f"layer {index} {wanted.name}")
             used += span
-        if row["tensors"]:
+        if declared["tensors"]:
             raise CodecError(f"layer {index} declares tensors that the model does not have")
         kinds.append(kind)
         if kind.has_tokens:
-            layers.append(tuple(parts.values()))
+            layers.append(tuple(tensors.values()))
         else:
-            layers.append(_whole(opaque_layers[index], parts, row["plain"], num_tokens))
+            layers.append(_opaque_layer(opaque_layers[index], tensors, declared["plain"], num_tokens))
     if header or used != len(data):
         raise CodecError("the file holds more than its manifest declares")
-    return Decoded(handle, KVState.from_layers(tuple(kinds), layers, num_tokens))
+    return CacheFile(handle, KVState.from_layers(tuple(kinds), layers, num_tokens))
 
 
 def _expected_tensors(layer: LayerSpec, length: int, dtype: str) -> tuple[StateTensor, ...]:
@@ -186,15 +192,15 @@ def _expected_tensors(layer: LayerSpec, length: int, dtype: str) -> tuple[StateT
     )
 
 
-def _whole(template: Any, tensors: dict[str, torch.Tensor], plain: dict[str, Any], num_tokens: int) -> Any:
+def _opaque_layer(template: Any, tensors: dict[str, torch.Tensor], plain: dict[str, Any], num_tokens: int) -> Any:
     """A layer like the template with other tensors, numbers and texts; each of the template's own type."""
     known = plain_of(template)
     if plain.keys() != known.keys() or any(type(plain[path]) is not type(known[path]) for path in known):
-        raise CodecError("a layer that is kept whole has other fields than the model's")
+        raise CodecError("an opaque layer has other fields than the model's")
     layer = fill_layer(template, {**tensors, **plain})
     length = layer.get_seq_length() if hasattr(layer, "get_seq_length") else num_tokens
     if length != num_tokens:
-        raise CodecError(f"a layer that is kept whole is of {length} tokens, expected {num_tokens}")
+        raise CodecError(f"an opaque layer is of {length} tokens, expected {num_tokens}")
     return layer
 
 
@@ -262,8 +268,8 @@ def _tensor(
     return tensor, nbytes
 
 
-def _name(index: int, part: str) -> str:
-    return f"layers.{index}.{part}"
+def _name(index: int, tensor: str) -> str:
+    return f"layers.{index}.{tensor}"
 
 
 def _sha256(data: bytes | memoryview) -> str:

@@ -1,4 +1,4 @@
-"""Tokens of one cache put behind another: keys re-rotated to their new positions, values as they are.
+"""Tokens of one cache appended to another: keys re-rotated to their new positions, values as they are.
 
 It knows states and rotations; not which model, handle or text they are of.
 """
@@ -27,17 +27,17 @@ class Piece(NamedTuple):
 
 
 def moved_after(start: KVState, pieces: Sequence[Piece], rotations: Rotations) -> KVState:
-    """A state of `start`'s tokens and, moved behind them, those of the pieces, one after the other."""
+    """A state of `start`'s tokens and, moved after them, those of the pieces, one after the other."""
     with start.append(start.num_tokens + sum(len(piece.positions) for piece in pieces)) as tail:
         append_moved(tail, pieces, rotations)
         return tail.seal()
 
 
 def append_moved(tail: KVTail, pieces: Sequence[Piece], rotations: Rotations) -> None:
-    """Write the tokens of the pieces, moved, behind a tail. Raises `RuntimeError` where a piece's tokens are gone."""
+    """Append the tokens of the pieces, moved. Raises `RuntimeError` where a piece's tokens are gone."""
     for state, positions in pieces:
         if not state.has_tokens_from(int(positions[0])):
-            raise RuntimeError("the state does not keep all of these tokens: its windows have left them behind")
+            raise RuntimeError("the state does not keep all of these tokens: its windows have moved past them")
         deltas = torch.arange(tail.num_tokens, tail.num_tokens + len(positions)) - positions
         for layer, store, kind, turns in zip(tail.layers, state.buffer.layers, state.kinds, rotations, strict=True):
             if kind.has_tokens:

@@ -1,6 +1,6 @@
 """transformers' own cache layers as values: copied, moved and taken apart by name, whatever they hold.
 
-For the kinds of layer that `KVState` keeps whole. Nothing here knows what a layer means.
+For the layers of a `KVState` that are opaque. Nothing here knows what a layer means.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Leaf]]:
 
 
 def _mapped(layer: Any, change: Callable[[str, Leaf], Leaf]) -> Any:
-    """A shallow copy of a layer whose leaves, by path, were changed; containers are made anew."""
+    """A shallow copy of a layer whose leaves, by path, were changed; containers are copied."""
     other = copy.copy(layer)
     vars(other).update({name: _changed(value, name, change) for name, value in vars(layer).items()})
     return other

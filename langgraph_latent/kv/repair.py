@@ -1,4 +1,4 @@
-"""Which tokens of moved blocks are computed anew. Pure arithmetic on sizes and values."""
+"""Which tokens of moved blocks are recomputed. Pure arithmetic on sizes and values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 EARLY_LAYER = 1
-"""The layer whose values tell how much a token changes: the first that attention before it has shaped."""
+"""The layer whose values show how much a token changes: the first that attention before it has shaped."""
 
 
 def first_of_blocks(sizes: Sequence[int], ratio: float) -> torch.Tensor:

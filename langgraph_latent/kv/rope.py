@@ -97,9 +97,9 @@ def _from_table(buffer: torch.Tensor) -> torch.Tensor | None:
         return None
     inv_freq = torch.atan2(sines, cosines)
     row = 2
-    while row < len(buffer):  # each row tells twice as exactly as the one before, if only up to whole turns
-        behind = torch.atan2(*buffer[row].float().chunk(2)) - row * inv_freq
-        inv_freq = inv_freq + torch.remainder(behind + math.pi, 2 * math.pi).sub(math.pi) / row
+    while row < len(buffer):  # each row is twice as exact as the one before, if only up to whole turns
+        missing = torch.atan2(*buffer[row].float().chunk(2)) - row * inv_freq
+        inv_freq = inv_freq + torch.remainder(missing + math.pi, 2 * math.pi).sub(math.pi) / row
         row *= 2
     return inv_freq
 

@@ -1,12 +1,11 @@
-"""Which tokens of a cache matter, told from its keys and values alone: what is kept where there is no room for all.
+"""Which tokens of a cache matter, read off its keys and values alone: what is kept where there is no room for all.
 
 It knows states and scores; not handles, models or text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -21,32 +20,14 @@ MAX_SPANS = 1024
 """Runs of tokens in one answer; where there would be more, scores are averaged over neighbours first."""
 
 
-class Scorer(Protocol):
-    """How much each token of one layer matters, higher is kept; the shape of kvpress's `ScorerPress.score`.
+Scorer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""How much each token of one layer matters, higher is kept.
 
-    `keys` are (batch, kv_heads, seq, head_dim), after RoPE, `values` likewise. Here only the cache is at hand:
-    `module`, `hidden_states` and `attentions` are None, `kwargs` is empty. Returns (batch, kv_heads, seq), finite.
-    """
-
-    def __call__(
-        self,
-        module: Any,
-        hidden_states: torch.Tensor | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        attentions: torch.Tensor | None,
-        kwargs: Mapping[str, Any],
-    ) -> torch.Tensor: ...
+Called with keys, after RoPE, and values, each (batch, kv_heads, seq, head_dim); returns (batch, kv_heads, seq), finite.
+"""
 
 
-def key_norm(
-    module: Any,
-    hidden_states: torch.Tensor | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    attentions: torch.Tensor | None,
-    kwargs: Mapping[str, Any],
-) -> torch.Tensor:
+def key_norm(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Keys of a low L2 norm get attention, so the score is minus the norm (arXiv 2406.11430).
 
     No score that needs the cache alone was clearly better. Share of the context's effect that is kept at 75/50/25 % of
@@ -73,7 +54,7 @@ def budget_spans(
     check_budget(k, sinks, window)
     if not state.has_tokens_from(0):
         raise UnsupportedLayerError(
-            "not every layer of this cache keeps a key for each of its tokens, so none can be dropped; pass it whole"
+            "not every layer of this cache keeps a key for each of its tokens, so none can be dropped; pass all of it"
         )
     num_tokens = state.num_tokens
     if k >= num_tokens:
@@ -87,7 +68,7 @@ def budget_spans(
 
 
 def check_budget(k: int, sinks: int, window: int) -> None:
-    """Raise `ConfigError` for a budget that is no whole number of tokens, or of less than one."""
+    """Raise `ConfigError` for a budget that is not a whole number of tokens, or is below one."""
     if not is_whole_number(k, 1):
         raise ConfigError(f"a budget of {k!r} tokens is impossible; it is a whole number, 1 or above")
     for name, value in (("sinks", sinks), ("window", window)):
@@ -100,9 +81,7 @@ def _scores(state: KVState, scorer: Scorer) -> torch.Tensor:
     for kind, store in zip(state.kinds, state.buffer.layers, strict=True):
         if kind.has_tokens:
             keys, values = store.view(0, state.num_tokens)
-            scores = scorer(
-                module=None, hidden_states=None, keys=keys, values=values, attentions=None, kwargs={}
-            ).float()
+            scores = scorer(keys, values).float()
             if scores.shape != keys.shape[:3] or not scores.isfinite().all():
                 raise ConfigError(
                     f"the scorer returned {tuple(scores.shape)}; it must return finite scores of shape "

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from langgraph_latent.testing.catalogue import LEFT_OUT, catalogue
-from langgraph_latent.testing.conformance import Row, conform_toy
+from langgraph_latent.testing.conformance import Outcome, conform_toy
 from langgraph_latent.testing.pages import as_json, as_markdown
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -35,19 +35,19 @@ def main(
     if unknown := sorted(set(names or ()) - known.keys()):
         raise typer.BadParameter(f"unknown model types: {', '.join(unknown)}")
     console = Console(stderr=True)
-    rows: list[Row] = []
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as memory, _progress(console) as progress:
         os.environ["LANGGRAPH_LATENT_CACHE"] = memory  # nothing that a probe found earlier is believed
         for name in progress.track(names or sorted(known), description="conformance"):
-            rows.append(conform_toy(known[name]))
-            for prop, detail in rows[-1].wrong.items():
+            outcomes.append(conform_toy(known[name]))
+            for prop, detail in outcomes[-1].wrong.items():
                 console.print(f"[red]{name}: {prop}: {detail}", highlight=False)
     if markdown:
-        markdown.write_text(as_markdown(rows, LEFT_OUT))
+        markdown.write_text(as_markdown(outcomes, LEFT_OUT))
     if json_file:
-        json_file.write_text(as_json(rows, LEFT_OUT))
-    wrong = sum(bool(row.wrong) for row in rows)
-    console.print(f"{len(rows)} model types, {wrong} with a promise that does not hold", highlight=False)
+        json_file.write_text(as_json(outcomes, LEFT_OUT))
+    wrong = sum(bool(outcome.wrong) for outcome in outcomes)
+    console.print(f"{len(outcomes)} model types, {wrong} with a promise that does not hold", highlight=False)
     raise typer.Exit(bool(wrong))
 
 

@@ -1,6 +1,6 @@
 """The conformance suite: what the library promises of a model's caches, each promise against stock transformers.
 
-    conform(model) -> Row: per property a `Cell`: exact, refused with the reason, or wrong
+    conform(model) -> Outcome: per property a `Cell`: exact, refused with the reason, or wrong
 
 Wrong means: it was promised and is not so. The truth is one stock forward over all tokens without a cache.
 """
@@ -28,7 +28,7 @@ from langgraph_latent.testing.tiny import tiny_tokenizer
 PROPERTIES = ("append", "crop", "move", "export and ingest", "fan-out", "batch")
 TOLERANCE = 1e-4
 NUM_READ, NUM_CROPPED, NUM_WRITTEN = 70, 41, 6
-"""Tokens of the inherited prompt (longer than the windows of toy models), of its cropped prefix, and behind it."""
+"""Tokens of the inherited prompt (longer than the windows of toy models), of its cropped prefix, and after it."""
 
 
 class Cell(NamedTuple):
@@ -38,8 +38,8 @@ class Cell(NamedTuple):
     detail: str = ""
 
 
-class Row(NamedTuple):
-    """One model's promises, by property; where its positions come from and what its layers keep, for people."""
+class Outcome(NamedTuple):
+    """How the promises of one model fared, by property; its layers and positions for people."""
 
     name: str
     architecture: str
@@ -53,11 +53,11 @@ class Row(NamedTuple):
         return {name: cell.detail for name, cell in self.cells.items() if cell.verdict == "wrong"}
 
 
-def conform(model: ResidentModel, name: str = "", tolerance: float = TOLERANCE) -> Row:
+def conform(model: ResidentModel, name: str = "", tolerance: float = TOLERANCE) -> Outcome:
     """Test every promise of a float32 model. Errors count relative to the largest logit."""
     suite = _Suite(model, tolerance)
     kinds = Counter(f"{kind.name} {kind.window}".removesuffix(" 0") for kind in model.kinds)
-    return Row(
+    return Outcome(
         name or model.spec.name,
         model.spec.architecture,
         ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
@@ -66,14 +66,14 @@ def conform(model: ResidentModel, name: str = "", tolerance: float = TOLERANCE) 
     )
 
 
-def conform_toy(toy: Toy) -> Row:
-    """The row of a toy; one that is refused when it is loaded is refused in every cell."""
+def conform_toy(toy: Toy) -> Outcome:
+    """The outcome of a toy; one that is refused when it is loaded is refused in every cell."""
     model = toy.model()
     try:
         return conform(ResidentModel(model, tiny_tokenizer(), toy.name, f"toy {toy.name}"), toy.name)
     except UnsupportedLayerError as error:
         reason = str(error).removeprefix(f"{toy.name!r} ")
-        return Row(toy.name, type(model).__name__, "", "", dict.fromkeys(PROPERTIES, Cell("refused", reason)))
+        return Outcome(toy.name, type(model).__name__, "", "", dict.fromkeys(PROPERTIES, Cell("refused", reason)))
 
 
 class _Suite:
@@ -116,7 +116,7 @@ class _Suite:
             self._model.prefill(ids, tail)
             return tail.seal()
 
-    def _behind(self, state: KVState, ids: Sequence[int]) -> torch.Tensor:
+    def _after(self, state: KVState, ids: Sequence[int]) -> torch.Tensor:
         """Logits after the first half of the ids, fed at once, and after each of the others, one by one."""
         half = len(ids) // 2
         with state.append() as tail:
@@ -126,7 +126,7 @@ class _Suite:
 
     def _error(self, state: KVState, read: Sequence[int], written: Sequence[int]) -> float:
         num_last = len(written) - len(written) // 2 + 1
-        return difference(self._truth([*read, *written], num_last), self._behind(state, written))
+        return difference(self._truth([*read, *written], num_last), self._after(state, written))
 
     def _append(self) -> float:
         read, written = self._ids(self._num_read, 0), self._ids(NUM_WRITTEN, 1)
@@ -159,14 +159,14 @@ class _Suite:
     def _batch(self) -> float:
         """Sequences of different lengths, cached and not, in one model call."""
         lengths = ((self._num_read, 1), (9, 4), (0, 7), (NUM_CROPPED, 1))
-        told = [
-            (self._ids(num_read, 5 + row), self._ids(num_new, 9 + row))
-            for row, (num_read, num_new) in enumerate(lengths)
+        texts = [
+            (self._ids(num_read, 5 + index), self._ids(num_new, 9 + index))
+            for index, (num_read, num_new) in enumerate(lengths)
         ]
-        rows = [(new, (self._read(read) if read else self._model.empty_state()).append()) for read, new in told]
-        logits = self._model.run_packed(rows)
+        batch = [(new, (self._read(read) if read else self._model.empty_state()).append()) for read, new in texts]
+        logits = self._model.run_packed(batch)
         return max(
-            difference(self._truth([*read, *new], 1)[0], got) for (read, new), got in zip(told, logits, strict=True)
+            difference(self._truth([*read, *new], 1)[0], got) for (read, new), got in zip(texts, logits, strict=True)
         )
 
     def _move(self) -> float:
@@ -181,4 +181,4 @@ class _Suite:
             )
             in_place = tail.seal()
         moved = moved_after(self._read(first), [Piece.of(self._read(block))], model.rotations)
-        return difference(self._behind(in_place, last), self._behind(moved, last))
+        return difference(self._after(in_place, last), self._after(moved, last))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from langgraph_latent.testing.conformance import PROPERTIES, Row
+from langgraph_latent.testing.conformance import PROPERTIES, Outcome
 
 HEAD = """# Models
 
@@ -21,10 +21,10 @@ loaded, with its reason below the table. Sliding windows of these models are 20 
 
     python -m langgraph_latent.testing --markdown docs/models.md
 
-* **append**: tokens behind an inherited cache, past sliding windows too.
-* **crop**: go on behind a prefix of a cache.
+* **append**: tokens after an inherited cache, past sliding windows too.
+* **crop**: continue a prefix of a cache.
 * **move**: put a block at another position, against the same block read in place under a block mask.
-* **export and ingest**: go on behind a cache that was written to bytes and read again.
+* **export and ingest**: continue a cache that was written to bytes and read again.
 * **fan-out**: several continuations of one cache at a time, each as alone; the cache stays as it was.
 * **batch**: several requests in one model call; where not, they run one after another.
 
@@ -36,29 +36,29 @@ NUMBERS = re.compile(r" \(relative difference [^)]*\)")
 """They depend on the machine."""
 
 
-def as_markdown(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
+def as_markdown(outcomes: Sequence[Outcome], left_out: Mapping[str, str]) -> str:
     """The page `docs/models.md`: a line per model type, a column per property; reasons as numbered notes."""
     notes: dict[str, int] = {}
     lines = [
         f"| model type | cache layers | positions | {' | '.join(PROPERTIES)} |",
         f"|---|---|---|{'---|' * len(PROPERTIES)}",
     ]
-    for row in rows:
+    for outcome in outcomes:
         cells = []
         for prop in PROPERTIES:
-            cell = row.cells[prop]
+            cell = outcome.cells[prop]
             number = (
                 ""
                 if cell.verdict == "exact"
                 else f" [{notes.setdefault(NUMBERS.sub('', cell.detail), len(notes) + 1)}]"
             )
             cells.append({"exact": "works", "refused": "no", "wrong": "**wrong**"}[cell.verdict] + number)
-        lines.append(f"| {row.name} | {row.layers} | {row.positions} | {' | '.join(cells)} |")
+        lines.append(f"| {outcome.name} | {outcome.layers} | {outcome.positions} | {' | '.join(cells)} |")
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
-    works = sum(row.cells["append"].verdict == "exact" for row in rows)
+    works = sum(outcome.cells["append"].verdict == "exact" for outcome in outcomes)
     parts = [
         HEAD.format(**versions),
-        f"{works} of {len(rows)} model types can be handed over as caches.\n",
+        f"{works} of {len(outcomes)} model types can be handed over as caches.\n",
         "\n".join(lines) + "\n",
         "Why not:\n",
         "\n".join(f"{number}. {_one_line(reason)}" for reason, number in notes.items()) + "\n",
@@ -68,13 +68,14 @@ def as_markdown(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
     return "\n".join(parts)
 
 
-def as_json(rows: Sequence[Row], left_out: Mapping[str, str]) -> str:
+def as_json(outcomes: Sequence[Outcome], left_out: Mapping[str, str]) -> str:
     """Every cell, and the versions that were tested."""
     content: dict[str, Any] = {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "models": [
-            {**row._asdict(), "cells": {prop: cell._asdict() for prop, cell in row.cells.items()}} for row in rows
+            {**each._asdict(), "cells": {prop: cell._asdict() for prop, cell in each.cells.items()}}
+            for each in outcomes
         ],
         "left_out": dict(left_out),
     }

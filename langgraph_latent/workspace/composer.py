@@ -38,7 +38,7 @@ def compose(
         append_moved(tail, pieces, model.rotations)
         chosen = _chosen(provenance, ids, start, tail.seal(), model) if provenance.repair else []
         if chosen:
-            model.rewrite([ids[index] for index in chosen], [begin + index for index in chosen], tail)
+            model.recompute([ids[index] for index in chosen], [begin + index for index in chosen], tail)
         return Made(tail.seal(), len(chosen))
 
 
