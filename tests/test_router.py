@@ -592,10 +592,12 @@ def test_rates_are_measured_by_prefills_and_kept_per_model(
     assert ws.models.rates(tiny_chat.resident()) == ws.models.rates(other_chat.resident()) == Rates()
     tiny_chat.read(REPORT)
     (event,) = kinds(ws, Prefilled)
-    assert ws.models.rates(tiny_chat.resident()).prefill_tokens_per_s == pytest.approx(event.num_tokens / event.duration_s)
+    rate = ws.models.rates(tiny_chat.resident()).prefill_tokens_per_s
+    assert rate == pytest.approx(event.num_tokens / event.duration_s)
     assert ws.models.rates(other_chat.resident()) == Rates()
     tiny_chat.read(REPORT)  # nothing is fed, nothing is learnt
-    assert ws.models.rates(tiny_chat.resident()).prefill_tokens_per_s == pytest.approx(event.num_tokens / event.duration_s)
+    rate = ws.models.rates(tiny_chat.resident()).prefill_tokens_per_s
+    assert rate == pytest.approx(event.num_tokens / event.duration_s)
 
 
 def test_an_evicted_handle_is_rebuilt_and_costs_what_was_estimated(tiny_chat: ChatLatent, ws: LatentWorkspace) -> None:

@@ -1,4 +1,4 @@
-"""The rooms of the package: imports point down, foreign libraries have their doors, files stay short, the public names stay
+"""The rooms of the package: imports point down, foreign libraries have their doors, files stay short, public names stay
 where they are, and importing does no work. All of it is read off one table, `HOUSE`."""
 
 from __future__ import annotations
@@ -290,6 +290,15 @@ def test_torch_free_names_are_reached_through_the_package_without_torch() -> Non
         "KVHandle, ModelSpec, compare, EdgePolicy, EdgeRouter, Route, RouteDecision, Level, LatentChannel, LatentError"
     )
     assert "torch" not in loaded_by(f"from langgraph_latent import {names}")
+
+
+def test_the_page_on_the_structure_has_a_row_for_every_file() -> None:
+    page = (PACKAGE.parent / "docs" / "structure.md").read_text(encoding="utf-8")
+    sections = {part.split("`")[1]: part for part in page.split("### ")[1:]}
+    for name in FILES:
+        room, _, file = name.partition(".")
+        where = sections[f"{room}/"] if file else page
+        assert file == "__init__" or f"`{(file or room)}.py`" in where, f"{name} is not on the page"
 
 
 # -- the public face -------------------------------------------------------------------------------------------------
