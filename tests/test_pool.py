@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from langgraph_latent.errors import CacheBudgetError, IntegrityError
 from langgraph_latent.handle.tokens import pack_tokens
 from langgraph_latent.kv.buffer import capacity_for
-from langgraph_latent.kv.state import KVState
 from langgraph_latent.kv.layers import LayerKind
+from langgraph_latent.kv.state import KVState
 from langgraph_latent.pool.policies import LRU, Candidate
 from langgraph_latent.pool.pool import CachePool, Namespace
 

@@ -17,7 +17,7 @@ SCHEMA_VERSION = 4
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of a layer that is kept whole; -1 in its shape is a dimension that grows with the tokens."""
+    """A tensor of an opaque layer; -1 in its shape is a dimension that grows with the tokens."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,11 +33,11 @@ class LayerSpec:
     """One cache layer.
 
     Attributes:
-        kind: "full", "sliding" or "chunked" attention; "none" where a layer keeps nothing; else the kind of a layer
-            that is kept whole, for example "linear".
+        kind: "full", "sliding" or "chunked" attention; "none" where a layer keeps nothing; else the kind of an opaque
+            layer, for example "linear".
         window: in tokens, 0 where there is none.
         kv_heads, key_dim, value_dim: of keys and values; 0 where a layer has none of its own.
-        tensors: of a layer that is kept whole.
+        tensors: of an opaque layer.
     """
 
     kind: str

@@ -36,8 +36,8 @@ def main(
         raise typer.BadParameter(f"unknown model types: {', '.join(unknown)}")
     console = Console(stderr=True)
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as memory, _progress(console) as progress:
-        os.environ["LANGGRAPH_LATENT_CACHE"] = memory  # nothing that a probe found earlier is believed
+    with tempfile.TemporaryDirectory() as empty, _progress(console) as progress:
+        os.environ["LANGGRAPH_LATENT_CACHE"] = empty  # nothing that a probe found earlier is believed
         for name in progress.track(names or sorted(known), description="conformance"):
             outcomes.append(conform_toy(known[name]))
             for prop, detail in outcomes[-1].wrong.items():
