@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from langgraph_latent.kv.state import KVState, LayerKind
+from langgraph_latent.kv.layers import LayerKind
+from langgraph_latent.kv.state import KVState
+from langgraph_latent.spec.config import config_digest, max_positions_of, quantization_of, rope_of, text_config
 from langgraph_latent.spec.digest import Digests
-from langgraph_latent.spec.folder import (
-    config_digest,
-    max_positions_of,
-    quantization_of,
-    rope_of,
-    template_digest,
-    text_config,
-    tokenizer_digest,
-)
 from langgraph_latent.spec.spec import Capabilities, LayerSpec, ModelSpec, StateTensor
-
-
-def plain_config(model: PreTrainedModel) -> dict[str, Any]:
-    """The fields of a model's text config."""
-    return text_config(model.config.to_dict())
+from langgraph_latent.spec.tokenizer import template_digest, tokenizer_digest
 
 
 def spec_of(
@@ -38,17 +26,17 @@ def spec_of(
     capabilities: Capabilities,
 ) -> ModelSpec:
     """Read the identity off a loaded model; `states` are those of short runs."""
-    state, config = states[-1], plain_config(model)
+    state, config = states[-1], text_config(model.config)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     quantization = model.config.to_dict().get("quantization_config") or {}
     return ModelSpec(
         name=name,
         architecture=type(model).__name__,
-        hidden_size=model.config.get_text_config().hidden_size,
-        vocab_size=model.config.get_text_config().vocab_size,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
         layers=tuple(
-            _layer_spec(kind, *(each.parts(index) for each in states)) for index, kind in enumerate(state.kinds)
+            _layer_spec(kind, *(each.tensors(index) for each in states)) for index, kind in enumerate(state.kinds)
         ),
         rope=rope_of(config),
         config=config_digest(config),

@@ -92,6 +92,17 @@ def digests(folder: Path, watch: Watch | None = None) -> Digests:
     return Digests(*remembered("weights", files, 2, lambda: _digests_of(files, watch)))
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `ModelLoadError` for anything else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} can't be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} holds no JSON object")
+    return content
+
+
 def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
@@ -108,7 +119,7 @@ def stored_tensors(file: Path) -> list[StoredTensor]:
         header.pop("__metadata__", None)
         return [_stored_tensor(name, entry, 8 + length, size) for name, entry in header.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ModelLoadError(f"{file} is no safetensors file: {error}") from error
+        raise ModelLoadError(f"{file} is not a safetensors file: {error}") from error
 
 
 def _stored_tensor(name: str, entry: dict[str, Any], data_begin: int, size: int) -> StoredTensor:
