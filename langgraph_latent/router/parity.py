@@ -1,6 +1,6 @@
 """Whether latent steps may be trusted: what was measured of a model's answers with them and without. Plain values.
 
-It knows how a measurement is kept and what it permits, not how it is made: `metrics.measure_parity` does that.
+It knows how a measurement is kept and what it permits, not how it is made: `evaluation.measure.measure_parity` does that.
 """
 
 from __future__ import annotations

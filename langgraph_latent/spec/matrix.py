@@ -31,7 +31,7 @@ MEANINGS = {
     Level.TEXT: "the transcript is read again",
 }
 OPEN = "nothing that is known differs, but not all is known: exact if the rest is equal, else sibling or worse"
-"""What the mark behind a level means."""
+"""What the mark after a level means."""
 
 
 class Pair(NamedTuple):

@@ -1,6 +1,6 @@
 """What a model is: geometry, weights, tokenizer, numerics, as plain values with one digest.
 
-A spec is read off a loaded model by `models/resident.py`; this module knows no torch and no files.
+A spec is read off a loaded model by `engine/identity.py`; this module knows no torch and no files.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Capabilities:
 
 
 CAPABILITIES = ("append", "crop", "move", "think", "batch")
-"""append: tokens behind an inherited cache; crop: keep a prefix of it; move: put it at another position; think: accept
+"""append: tokens after an inherited cache; crop: keep a prefix of it; move: put it at another position; think: accept
 embeddings in place of token ids; batch: several requests in one model call."""
 
 
