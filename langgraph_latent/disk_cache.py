@@ -22,11 +22,11 @@ class DiskCache:
     def __init__(self, file: str) -> None:
         self._file = file
 
-    def recall(self, key: str) -> Any:
+    def get(self, key: str) -> Any:
         """The value under a key; None where there is none."""
         return self._all().get(key)
 
-    def remember(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Any) -> None:
         """Add one value, with a new file in place of the old one."""
         try:
             cache_dir().mkdir(parents=True, exist_ok=True)

@@ -202,7 +202,7 @@ def test_what_is_not_a_measurement_is_not_used(tiny_chat: ChatLatent, known: Any
     scores = layer_importance(tiny_chat, TEXTS)
     file = importance.DiskCache(importance.FILE)
     for key in file._all():
-        file.remember(key, known)
+        file.put(key, known)
     assert layer_importance(tiny_chat, TEXTS) == scores
 
 

@@ -122,10 +122,10 @@ class ResidentModel:
         key, stored = self._findings_key(weights, attention), DiskCache(FINDINGS_FILE)
         findings = None
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            findings = Findings.from_dict(stored.recall(key)).checked(len(self.kinds), frequencies(self.model))
+            findings = Findings.from_dict(stored.get(key)).checked(len(self.kinds), frequencies(self.model))
         if findings is None and is_wanted:
             findings = probe.findings()
-            stored.remember(key, findings.to_dict())
+            stored.put(key, findings.to_dict())
         findings = findings or unprobed(self.kinds)
         self.takes_mask, self.gives_positions = findings.takes_mask, findings.gives_positions
         states = [probe.written()]

@@ -92,13 +92,13 @@ def layer_importance(chat: ChatLatent, texts: Sequence[Passage] | None = None) -
     model, passages = chat.resident(), _checked(texts)
     content = hashlib.sha256(json.dumps([passages, chat.template_options], sort_keys=True).encode()).hexdigest()
     key = f"{model.spec.identity} {VERSION} {content}"
-    num_layers, memory = len(model.kinds), DiskCache(FILE)
-    if (known := memory.recall(key)) is not None and _are_scores(known, num_layers):
+    num_layers, stored = len(model.kinds), DiskCache(FILE)
+    if (known := stored.get(key)) is not None and _are_scores(known, num_layers):
         return tuple(known)
     read = _read(chat, model, passages)
     everywhere = set(range(num_layers))
     scores = [math.fsum(each.loss(everywhere - {layer}) for each in read) / len(read) for layer in everywhere]
-    memory.remember(key, scores)
+    stored.put(key, scores)
     return tuple(scores)
 
 

@@ -1,6 +1,6 @@
 """Whether latent steps may be trusted: what was measured of a model's answers with them and without. Plain values.
 
-It knows how a measurement is kept and what it permits, not how it is made: `evaluation.measure.measure_parity` does that.
+It knows how a measurement is kept and what it permits; `evaluation.measure.measure_parity` makes it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Parity:
 
 def remember_parity(identity: str, parity: Parity) -> None:
     """Keep what was measured of a model, for all processes."""
-    DiskCache(FILE).remember(f"{identity} {parity.steps}", asdict(parity))
+    DiskCache(FILE).put(f"{identity} {parity.steps}", asdict(parity))
 
 
 def parity_refusal(identity: str, steps: int) -> str:
     """Why `steps` latent steps of a model are not to be used; "" where a measurement says that they lose nothing."""
     try:
-        known = Parity(**DiskCache(FILE).recall(f"{identity} {steps}"))
+        known = Parity(**DiskCache(FILE).get(f"{identity} {steps}"))
     except TypeError:
         return (
             f"it was never measured that {steps} latent steps lose nothing with this model: run "

@@ -202,12 +202,12 @@ def remembered(
 ) -> tuple[str, ...]:
     """What `compute` gave for these files the last time, while they have not changed; `num_values` texts."""
     key = "|".join((what, *(_file_identity(file) for file in files)))
-    memory = DiskCache(MEMORY_FILE)
-    known = memory.recall(key)
+    stored = DiskCache(MEMORY_FILE)
+    known = stored.get(key)
     if isinstance(known, list) and len(known) == num_values and all(isinstance(value, str) for value in known):
         return tuple(known)
     values = tuple(compute())
-    memory.remember(key, values)
+    stored.put(key, values)
     return values
 
 
