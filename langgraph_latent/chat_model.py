@@ -239,8 +239,8 @@ class ChatLatent(BaseChatModel):
         """
         chosen, inputs = self._handles_of(handles), TemplateInputs((), self.template_options)
         prompt = None if system is None else plain_message(SystemMessage(system) if isinstance(system, str) else system)
-        workspace, model = self._loaded_workspace(), self.resident()
-        return compose_handles(chosen, workspace, model, prompt, inputs, select=select, repair=repair)
+        services, model = self._loaded_workspace().services, self.resident()
+        return compose_handles(services, chosen, model, prompt, inputs, select=select, repair=repair)
 
     def within_budget(self, handle: KVHandle, num_tokens: int, *, sinks: int = SINKS, window: int = WINDOW) -> KVHandle:
         """A handle of the `num_tokens` tokens of a handle's cache that matter most, its first and last ones among them.
@@ -253,7 +253,8 @@ class ChatLatent(BaseChatModel):
         token, and `HandleError` (`ModelMismatchError` for another model's).
         """
         check_budget(num_tokens, sinks, window)
-        return within_budget(handle, num_tokens, self._loaded_workspace(), self.resident(), sinks=sinks, window=window)
+        services = self._loaded_workspace().services
+        return within_budget(services, handle, num_tokens, self.resident(), sinks=sinks, window=window)
 
     def handle(self, reply: AIMessage) -> KVHandle:
         """The handle of everything up to and with a reply; `LatentWorkspace.handle`."""

@@ -64,4 +64,4 @@ class _Job:
         if not self.result.done() and not self._future.cancel():
             await asyncio.wait([self.result])
         if self.result.done() and not self.result.cancelled():
-            self.result.exception()  # seen: nobody else is there to see it
+            self.result.exception()  # or asyncio would log an error that nobody looked at

@@ -1,4 +1,4 @@
-"""Frozen records of what happened on an edge. Nothing here decides or stores anything; the tracer does."""
+"""Frozen records of what happened on an edge. Nothing here stores them; the tracer does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Event:
     """
 
     time: float = field(default_factory=time.time)
-    call_site: CallSite = field(default_factory=CallSite)
+    call_site: CallSite = NOWHERE
     handle: str = ""
     model: str = ""
     source: str = ""
@@ -51,11 +51,9 @@ class Event:
     success: bool = True
 
     @classmethod
-    def of(cls: type[_E], handle: Subject, call_site: CallSite | None = None, **fields: Any) -> _E:
+    def of(cls: type[_E], handle: Subject, call_site: CallSite = NOWHERE, **fields: Any) -> _E:
         """An event about a handle: its id, model and source, with whatever else there is to record."""
-        return cls(
-            call_site=call_site or CallSite(), handle=handle.id, model=handle.model, source=handle.source, **fields
-        )
+        return cls(call_site=call_site, handle=handle.id, model=handle.model, source=handle.source, **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """The event as one flat, JSON-ready mapping with its name under `event`."""

@@ -91,7 +91,7 @@ HOUSE = (
     Room(
         "workspace",
         {
-            "torch": "composer decoding generation",
+            "torch": "assemble decoding generation",
             "transformers": "decoding",
             "transformers.generation": "decoding",
         },

@@ -1,7 +1,7 @@
 """Handles made of others: merged, or parts of them after a system prompt of one's own. It knows no tensors.
 
-What comes out is a handle like any other. Its cache is made where it is first needed, and only on edges whose policy
-allows level 1.
+The result is a handle like any other. Its cache is made where it is first needed, and only on edges whose policy allows
+level 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MAX_BLOCKS = 4096
 def merge(handles: Sequence[KVHandle]) -> KVHandle:
     """One handle of several: the first one as it is, then what is new in each other one, in the given order.
 
-    What all share from the start is kept once, and so is a system prompt: the first one's. One handle is itself.
+    What all share from the start is kept once. Of system prompts only the first handle's is kept; a handle of a system
+    prompt alone adds nothing. A single handle is returned as it is.
 
     Raises `HandleError` for handles of several models or tenants, and `ConfigError` for none or too many blocks.
     """
@@ -33,36 +34,34 @@ def merge(handles: Sequence[KVHandle]) -> KVHandle:
         raise ConfigError("there is nothing to merge; pass a list of at least one handle")
     _check_alike(handles)
     lead, *others = without_contained(handles) or handles[:1]
-    begin = _shared_tokens([lead, *others])
-    return composed(
-        lead, [excerpt_if_any(other, WHOLE, begin) for other in others]
-    )  # a system prompt alone adds nothing
+    num_shared = _shared_tokens([lead, *others])
+    return composed(lead, [excerpt_if_any(other, WHOLE, num_shared) for other in others])
 
 
 def compose_after(system_prefix: KVHandle, handles: Sequence[KVHandle], selections: Sequence[Selection]) -> KVHandle:
     """Selected parts of handles, one selection each, moved to stand after a system prefix of the reader's own.
 
-    What all handles share from the start is taken once. Where the first one begins with that very prefix and everything
-    after it is taken, it is not moved but continued.
+    What all handles share from the start is taken once. The first one is not moved but continued where it begins with
+    that very prefix and everything after it is taken.
 
     Raises what `merge` raises.
     """
     if not handles:
         raise ConfigError("there is nothing to compose; pass at least one handle")
     _check_alike([system_prefix, *handles])
-    num_shared = _shared_tokens(handles) if len(handles) > 1 else 0
+    num_shared = _shared_tokens(handles)
     pairs = [*zip(handles, selections, strict=True)]
     if selections[0] == WHOLE and _begins_with(handles[0], system_prefix):
         return composed(handles[0], [_new_in(*pair, num_shared) for pair in pairs[1:]])
     (first, taken), *others = pairs
-    # What the first selection leaves out of what is shared is not taken yet where another one takes it.
+    # Of what is shared, the first selection may leave out what another one takes.
     begins = [num_shared if selection == taken or taken == WHOLE else 0 for _, selection in others]
     later = [_new_in(*pair, begin) for pair, begin in zip(others, begins, strict=True)]
     return composed(system_prefix, [excerpt_of(first, taken), *later])
 
 
 def composed(base: KVHandle, excerpts: Sequence[Excerpt]) -> KVHandle:
-    """A handle of a base and, moved to its end, excerpts of others; the base itself where there is nothing in them.
+    """A base with excerpts of other handles moved to its end; the base itself where they are empty.
 
     Raises `ConfigError` for too many blocks.
     """
@@ -84,7 +83,7 @@ def composed(base: KVHandle, excerpts: Sequence[Excerpt]) -> KVHandle:
 
 
 def repaired(handle: KVHandle, repair: Repair | None) -> KVHandle:
-    """A handle whose last segment is composed and not repaired yet, with that repair; any other one as it is."""
+    """A handle with a repair for its last segment, if that is composed and has none; else the handle as it is."""
     last = handle.segments[-1] if handle.segments else None
     if repair is None or last is None or not isinstance(last.provenance, Composition) or last.provenance.repair:
         return handle
@@ -107,7 +106,7 @@ def system_prefix_of(handle: KVHandle) -> KVHandle:
 
 
 def without_contained(handles: Sequence[KVHandle]) -> list[KVHandle]:
-    """The handles without empty ones, doubles and those that another one continues."""
+    """The handles without empty ones, duplicates and those that another one continues."""
     return [
         handle
         for index, handle in enumerate(handles)
@@ -121,6 +120,7 @@ def without_contained(handles: Sequence[KVHandle]) -> list[KVHandle]:
 
 
 def _continues(other: KVHandle, handle: KVHandle) -> bool:
+    """Whether another handle's cache begins with a handle's."""
     is_alike = other.model == handle.model and other.tokens.startswith(handle.tokens)
     return is_alike and (
         other.provenance_digest == handle.provenance_digest
@@ -129,7 +129,7 @@ def _continues(other: KVHandle, handle: KVHandle) -> bool:
 
 
 def _new_in(handle: KVHandle, selection: Selection, begin: int) -> Excerpt:
-    """What a selection takes from `begin` on, be it nothing; of all of the handle it must take something."""
+    """What a selection takes from `begin` on, maybe nothing. Raises `ConfigError` where it takes nothing at all."""
     return excerpt_if_any(handle, selection, begin) if excerpt_of(handle, selection).blocks else Excerpt([], [])
 
 
@@ -151,7 +151,7 @@ def _check_alike(handles: Sequence[KVHandle]) -> None:
 
 
 def _shared_tokens(handles: Sequence[KVHandle]) -> int:
-    """How many tokens the segments have that all handles begin with."""
+    """Number of tokens of the leading segments that all handles share."""
     columns = zip(*(handle.segments for handle in handles), strict=False)
     shared = itertools.takewhile(lambda column: len({segment.digest for segment in column}) == 1, columns)
     return sum(column[0].num_tokens for column in shared)

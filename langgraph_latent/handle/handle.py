@@ -1,7 +1,7 @@
 """The value on an edge: how a KV cache came about, small enough for any checkpoint.
 
-A handle is a recipe (messages, exact token ids and provenance of each segment) plus the identity of the model it was
-made for. It holds no tensor and knows nothing of pools, models or LangGraph.
+A handle holds what its cache can be made from (messages, exact token ids and provenance of each segment) and the
+identity of the model it was made for. It holds no tensor and knows nothing of pools, models or LangGraph.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class Segment:
         if kind not in SEGMENT_KINDS:
             raise HandleError(f"unknown segment kind {kind!r}; known kinds: {', '.join(SEGMENT_KINDS)}")
         _check_provenance(kind, tokens, provenance)
-        head = f"{kind} {len(source)} {source} {len(inputs_digest)} {inputs_digest} {len(messages)} "
-        own, digest = digested(head, messages, tokens + (provenance.digest.encode() if provenance else b""))
+        header = f"{kind} {len(source)} {source} {len(inputs_digest)} {inputs_digest} {len(messages)} "
+        own, digest = digested(header, messages, tokens + (provenance.digest.encode() if provenance else b""))
         return cls(kind, source, len(tokens) // TOKEN_BYTES, own, digest, inputs_digest, provenance)
 
 
@@ -206,7 +206,7 @@ def _handle_id(model: str, tenant: str, segments: Iterable[Segment]) -> str:
 @dataclass(frozen=True, repr=False)
 @public
 class KVHandle:
-    """A recipe for one sequence's KV cache, and the promise that it can be had.
+    """What one sequence's KV cache can be made from, anywhere and at any time.
 
     Attributes:
         id: digest of model, tenant and every segment.
@@ -331,8 +331,12 @@ class KVHandle:
     @property
     def is_exact(self) -> bool:
         """Whether its cache is that of its tokens read one after another: nothing was moved, or all of it repaired."""
-        moved = [segment.provenance for segment in self.segments if isinstance(segment.provenance, Composition)]
-        return all(provenance.is_exact for provenance in moved)
+        return all(composition.is_exact for composition in self.compositions)
+
+    @property
+    def compositions(self) -> list[Composition]:
+        """The provenances of its segments of moved blocks."""
+        return [segment.provenance for segment in self.segments if isinstance(segment.provenance, Composition)]
 
     @cached_property
     def source_handles(self) -> tuple[KVHandle, ...]:

@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 class Span(NamedTuple):
-    """Tokens begin to end of a handle, of one kind and source, and their messages; what was composed is taken apart."""
+    """Tokens begin to end of a handle, of one kind and source, and their messages. Moved tokens keep those they had."""
 
     begin: int
     end: int
@@ -27,16 +27,16 @@ class Span(NamedTuple):
 
 
 def copied(message: Message) -> Message:
-    """A copy of a message that nobody else changes, of what a checkpoint keeps of it.
+    """A copy of a message, independent of it, as a checkpoint would give it back.
 
     Raises `HandleError` for a message without text under `role` and `content`.
     """
     return _copied(message)[0]
 
 
-def digested(head: str, messages: Sequence[Message], tail: bytes) -> tuple[tuple[Message, ...], str]:
-    """Copies of messages, and the SHA-256 of a head, these messages and a tail. Raises what `copied` raises."""
-    digest = hashlib.sha256(head.encode("utf-8", "surrogatepass"))
+def digested(header: str, messages: Sequence[Message], tail: bytes) -> tuple[tuple[Message, ...], str]:
+    """Copies of messages, and the SHA-256 of a header, these messages and a tail. Raises what `copied` raises."""
+    digest = hashlib.sha256(header.encode("utf-8", "surrogatepass"))
     copies = []
     for message in messages:
         copy, canonical = _copied(message)

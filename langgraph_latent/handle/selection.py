@@ -1,4 +1,4 @@
-"""`Selection`: which tokens of a handle are taken, and the excerpt they are. It does not know what is made of it."""
+"""`Selection`: which tokens of a handle are taken; and the excerpt of these. It does not know what is made of it."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class Excerpt(NamedTuple):
 def excerpt_of(handle: KVHandle, selection: Selection, begin: int = 0) -> Excerpt:
     """What a selection takes of a handle's tokens from `begin` on.
 
-    It has the full message where any of its tokens is taken. Raises `ConfigError` where nothing is taken, and for spans
-    outside of the handle.
+    Where any token of a message is taken, the excerpt has the full message. Raises `ConfigError` where nothing is
+    taken, and for spans outside of the handle.
     """
     excerpt = excerpt_if_any(handle, selection, begin)
     if not excerpt.blocks:
@@ -116,7 +116,7 @@ def excerpt_of(handle: KVHandle, selection: Selection, begin: int = 0) -> Excerp
 
 
 def excerpt_if_any(handle: KVHandle, selection: Selection, begin: int) -> Excerpt:
-    """The same, be it nothing; with what weighs nothing too."""
+    """`excerpt_of`, but for two things: it may be empty, and has what a weight of 0 leaves out."""
     if selection.spans and selection.spans[-1][1] > handle.num_tokens:
         raise ConfigError(f"the span {selection.spans[-1]} is not in a handle of {handle.num_tokens} tokens")
     if selection.answer_only and not handle.num_sampled:
@@ -127,7 +127,7 @@ def excerpt_if_any(handle: KVHandle, selection: Selection, begin: int) -> Excerp
     for span in handle.spans:
         pieces = list(_within(span, selection, first)) if selection.takes(span) else []
         wanted += pieces
-        if pieces and span.messages is not before:  # two parts of one segment, composed before, have the same
+        if pieces and span.messages is not before:  # neighbouring spans of one segment have the same
             messages += span.messages
             before = span.messages
     weight = selection.weight or 1.0

@@ -13,7 +13,7 @@ from langgraph_latent.errors import ConfigError
 
 def parse_bytes(size: int | str) -> int:
     """Bytes from an int or from text such as "512MiB", "4GiB", "2 GB". Raises `ConfigError`."""
-    if is_whole_number(size) and size > 0:
+    if is_whole_number(size, 1):
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(size), re.IGNORECASE)
     if not isinstance(size, str) or not match or not float(match[1]):

@@ -16,7 +16,7 @@ class HandleBook:
     def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
         self.budget_bytes = budget_bytes
         self._handles: OrderedDict[str, KVHandle] = OrderedDict()
-        self._used = 0
+        self._used_bytes = 0
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -26,11 +26,11 @@ class HandleBook:
         """Keep a handle; the least recently used ones are forgotten to make room."""
         with self._lock:
             if handle.id not in self._handles:
-                self._used += 2 * len(handle.tokens)
+                self._used_bytes += 2 * len(handle.tokens)
             self._handles[handle.id] = handle
             self._handles.move_to_end(handle.id)
-            while self._used > self.budget_bytes and len(self._handles) > 1:
-                self._used -= 2 * len(self._handles.popitem(last=False)[1].tokens)
+            while self._used_bytes > self.budget_bytes and len(self._handles) > 1:
+                self._used_bytes -= 2 * len(self._handles.popitem(last=False)[1].tokens)
 
     def find(self, handle_id: str) -> KVHandle | None:
         """The handle with this id; None where it was forgotten or never known."""
@@ -42,4 +42,4 @@ class HandleBook:
     def clear(self) -> None:
         with self._lock:
             self._handles.clear()
-            self._used = 0
+            self._used_bytes = 0

@@ -11,7 +11,7 @@ class Candidate(NamedTuple):
 
     key: int
     nbytes: int
-    last_used: float
+    last_used: int
 
 
 class EvictionPolicy(Protocol):

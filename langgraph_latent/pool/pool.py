@@ -39,7 +39,7 @@ class PoolInfo(NamedTuple):
 
 @dataclass(eq=False)
 class Entry:
-    """One kept state. `handles` are ids that mean it, `owners` the threads and scopes that made it.
+    """One kept state. `handles` are the ids of its handles, `owners` the threads and scopes that made it.
 
     `opaque_nbytes` are the bytes of its opaque layers, which it shares with no other entry.
     """
@@ -50,7 +50,7 @@ class Entry:
     handles: set[str] = field(default_factory=set)
     owners: set[str] = field(default_factory=set)
     opaque_nbytes: int = 0
-    used: int = 0
+    last_used: int = 0
     pins: int = 0
     pinned_until: float = 0.0
 
@@ -77,9 +77,8 @@ class CachePool:
     def put(self, namespace: Namespace, tokens: bytes, state: KVState, handle: str, owner: str = "") -> list[str]:
         """Keep `state`, the cache of packed `tokens`, for a handle id; returns the ids that lost their tensors for it.
 
-        `owner`, where given, can `release` it.
-
-        Raises `CacheBudgetError`, and changes nothing, where the state's storage alone is larger than the budget.
+        `owner`, where given, can `release` it. Raises `CacheBudgetError`, and changes nothing, where the state's
+        storage alone is larger than the budget.
         """
         assert state.num_tokens * TOKEN_BYTES == len(tokens)
         if not tokens:
@@ -89,7 +88,7 @@ class CachePool:
             if self._is_closed:
                 return [handle]
             entry = self._entry(namespace, tokens, state)
-            entry.used = next(self._clock)
+            entry.last_used = next(self._clock)
             if (known := self._handles.get(handle)) is not None:
                 known.handles.discard(handle)
             entry.handles.add(handle)
@@ -105,7 +104,7 @@ class CachePool:
             for num_tokens, entry in index.matches(tokens) if index else ():
                 length = min(num_tokens, limit)
                 if length and entry.state.can_crop(length):
-                    entry.used = next(self._clock)
+                    entry.last_used = next(self._clock)
                     return entry.state.crop(length)
         return None
 
@@ -184,7 +183,7 @@ class CachePool:
         with self._lock:
             entries = self._entries()
             pinned = sum(entry.is_pinned for entry in entries)
-            return PoolInfo(self.budget_bytes, self._used(), len(entries), len(self._buffers), pinned)
+            return PoolInfo(self.budget_bytes, self._used_bytes(), len(entries), len(self._buffers), pinned)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` where index, buffers, handles, owners or budget contradict one another."""
@@ -235,27 +234,27 @@ class CachePool:
             self._buffers.setdefault(id(state.buffer), set()).add(node.value)
         return node.value
 
-    def _used(self) -> int:
+    def _used_bytes(self) -> int:
         """Bytes of every storage once; it grows while it is written."""
         return sum(_buffer(group).nbytes for group in self._buffers.values()) + self._opaque_nbytes
 
     def _shrink(self, keep: Entry) -> list[str]:
         """Evict by policy until the budget holds. Pins stay; where they leave no room for `keep`, its storage goes."""
         lost: list[str] = []
-        if self._used() <= self.budget_bytes:
+        if self._used_bytes() <= self.budget_bytes:
             return lost
         candidates = [
-            Candidate(key, _nbytes(group), max(entry.used for entry in group))
+            Candidate(key, _nbytes(group), max(entry.last_used for entry in group))
             for key, group in self._buffers.items()
             if keep not in group and not any(entry.is_pinned for entry in group)
         ]
         for candidate in self._policy.order(candidates):
-            if self._used() <= self.budget_bytes:
+            if self._used_bytes() <= self.budget_bytes:
                 break
             for entry in list(self._buffers[candidate.key]):
                 lost += self._remove(entry)
         group = self._buffers[id(keep.state.buffer)]
-        if self._used() > self.budget_bytes and not any(entry.is_pinned for entry in group):
+        if self._used_bytes() > self.budget_bytes and not any(entry.is_pinned for entry in group):
             for entry in list(group):
                 lost += self._remove(entry)
         return lost

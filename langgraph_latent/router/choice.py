@@ -33,7 +33,7 @@ class Facts(NamedTuple):
         move_bytes: bytes of these tensors that are on another device than the receiver; 0 where all are in place.
         text_tokens: of the handle's messages, rendered again; None where not counted: about as many as the handle has.
         rates: measured where the receiver runs.
-        first: False for a handle that comes after another one: appending to its cache is then impossible.
+        first: False for a handle that comes after another one, so that its cache can't be continued.
         append_refusal: why nothing can be appended to a cache of the receiver, "" where it can.
         level: EXACT, or MOVED for a handle whose cache is composed of moved blocks.
         move_refusal: why the receiver can't make a composed cache, "" where it can or need not.
@@ -276,7 +276,7 @@ def _no_route(compatibility: Compatibility, policy: EdgePolicy, facts: Facts, ob
 def facts_of(handle: KVHandle, receiver: ModelSpec) -> Facts:
     """What is known from a handle and a receiver's spec alone."""
     capabilities = receiver.capabilities
-    move_refusal = capabilities.refusal("move") if handle.provenance_digest and handle.source_handles else ""
+    move_refusal = capabilities.refusal("move") if handle.source_handles else ""
     if needs_packed_attention(handle) and not move_refusal:
         move_refusal = capabilities.refusal("batch")
     return Facts(

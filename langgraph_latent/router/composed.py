@@ -9,11 +9,11 @@ from langgraph_latent.handle.handle import Composition, KVHandle
 
 
 def needs_packed_attention(handle: KVHandle) -> bool:
-    """Whether making a handle's cache needs it: something is repaired, or seen otherwise than in full."""
+    """Whether a handle's cache is made by packed attention: something in it is repaired, or not seen in full."""
     return any(
         composition.repair is not None or composition.is_weighted
         for each in (handle, *handle.source_handles)
-        for composition in _compositions(each)
+        for composition in each.compositions
     )
 
 
@@ -22,8 +22,6 @@ def parts_of(handle: KVHandle) -> list[KVHandle]:
 
     System prompts are left out: they come from no edge.
     """
-    if not handle.provenance_digest:
-        return []
     leads = [
         each.first(number)
         for each in (*handle.source_handles, handle)
@@ -31,8 +29,3 @@ def parts_of(handle: KVHandle) -> list[KVHandle]:
         if isinstance(segment.provenance, Composition)
     ]
     return [*handle.source_handles, *(lead for lead in leads if lead.segments and lead.segments[-1].kind != "system")]
-
-
-def _compositions(handle: KVHandle) -> list[Composition]:
-    provenances = [segment.provenance for segment in handle.segments]
-    return [provenance for provenance in provenances if isinstance(provenance, Composition)]

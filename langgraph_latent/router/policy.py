@@ -34,8 +34,8 @@ class EdgePolicy:
         on_failure: "fall_back" takes the next safer route, "raise" lets the error through.
         max_context_tokens: a handle with more tokens is refused, whatever the route: a chain's cache grows with every
             agent. None for no limit but the model's own.
-        repair: how far a merged handle is repaired that was not when it was made, where level 1 is allowed. Several
-            handles are merged then. None for not at all.
+        repair: how far moved blocks that have no repair yet are repaired, where level 1 is allowed (there, several
+            inherited handles are merged). None for not at all.
         latent_steps: whether latent steps may be handed over, where a measured parity says that they lose nothing.
             Such an edge is at level 1, whether that is in `allow` or not.
     """
@@ -65,7 +65,7 @@ class EdgePolicy:
         if self.on_failure not in ("fall_back", "raise"):
             raise ConfigError(f"on_failure is {self.on_failure!r}; known: 'fall_back', 'raise'")
         limit = self.max_context_tokens
-        if limit is not None and (not is_whole_number(limit) or limit < 1):
+        if limit is not None and not is_whole_number(limit, 1):
             raise ConfigError(
                 f"max_context_tokens is {limit!r}; it is a number of tokens above 0, or None for no limit"
             )

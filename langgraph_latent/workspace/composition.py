@@ -1,6 +1,6 @@
 """Handles made of parts of others for one model: after a system prompt, by selections, within a budget of tokens.
 
-It knows the workspace, the model and handles; not LangChain's messages. What it makes is computed when it is inherited.
+It knows the services, the model and handles; not LangChain's messages. What it makes is computed when it is inherited.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from langgraph_latent.handle.repair import Repair
 from langgraph_latent.handle.selection import EVERY_KIND, WHOLE, Selection, excerpt_of
 from langgraph_latent.kv.scorers import budget_spans
 from langgraph_latent.prompt.template import TemplateInputs
-from langgraph_latent.workspace.workspace import LatentWorkspace
+from langgraph_latent.workspace.services import Services
 
 
 def compose_handles(
+    services: Services,
     handles: Sequence[KVHandle],
-    workspace: LatentWorkspace,
     model: ResidentModel,
     system: Message | None,
     template_inputs: TemplateInputs,
@@ -37,21 +37,22 @@ def compose_handles(
     if not handles:
         raise ConfigError("there is nothing to compose; pass at least one handle")
     for handle in handles:
-        workspace.check(handle)
+        services.keeper.check(handle)
         if handle.model != model.spec.identity:
             raise ModelMismatchError(f"handle {handle.id} is of another model than {model.spec.name!r}; re-read it")
     if system is None and select is None:
         return repaired(merge(handles), repair)
     selections = _selections(select, handles, model)
-    prefix = (
-        system_prefix_of(handles[0])
-        if system is None
-        else system_prefix(system, model, template_inputs, workspace.tenant)
-    )
+    if system is None:
+        prefix = system_prefix_of(handles[0])
+    else:
+        prefix = _rendered_system_prefix(system, model, template_inputs, services.keeper.tenant)
     return repaired(compose_after(prefix, handles, selections), repair)
 
 
-def system_prefix(system: Message, model: ResidentModel, template_inputs: TemplateInputs, tenant: str = "") -> KVHandle:
+def _rendered_system_prefix(
+    system: Message, model: ResidentModel, template_inputs: TemplateInputs, tenant: str
+) -> KVHandle:
     """The handle of a system prompt alone. Raises `TemplateError` where the template does not set it apart."""
     tokens = model.prompts.system_prefix([system], template_inputs)
     if not tokens:
@@ -63,17 +64,18 @@ def system_prefix(system: Message, model: ResidentModel, template_inputs: Templa
 
 
 def within_budget(
-    handle: KVHandle, num_tokens: int, workspace: LatentWorkspace, model: ResidentModel, *, sinks: int, window: int
+    services: Services, handle: KVHandle, num_tokens: int, model: ResidentModel, *, sinks: int, window: int
 ) -> KVHandle:
     """A handle of the tokens of a handle's cache that matter most, as `ChatLatent.within_budget` describes it.
 
     Raises `ConfigError` for an impossible budget, `UnsupportedLayerError` for layers that keep no key per token, and
     `HandleError`.
     """
-    workspace.check(handle)
+    services.keeper.check(handle)
     if num_tokens >= handle.num_tokens:
         return handle
-    spans = budget_spans(workspace.whole_state_of(handle, model), num_tokens, sinks=sinks, window=window)
+    state = services.materializer.whole_state_of(handle, model)
+    spans = budget_spans(state, num_tokens, sinks=sinks, window=window)
     kept = excerpt_of(handle, Selection(kinds=EVERY_KIND, spans=spans))
     return composed(KVHandle.root(handle.model, handle.tenant), [kept])
 

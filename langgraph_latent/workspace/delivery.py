@@ -96,7 +96,7 @@ class Deliverer:
         plan = self._with_prompt(receiver, request, Plan(edges, lead, messages, root))
         if not lead.provenance_digest or plan.prompt.num_inherited == lead.num_tokens:
             return plan
-        # what was composed can't be a part of what is plain
+        # a composed cache is reused in full or not at all
         if not edges[0].policy.may_read:
             raise RouteError(
                 f"the template renders handle {lead.id} otherwise, and the edge's policy forbids to re-read it"
@@ -133,7 +133,7 @@ class Deliverer:
     def _brought(self, receiver: ResidentModel, request: Request, plan: Plan) -> tuple[KVState, Cost | None]:
         """The state that a plan's prompt goes on from, where the receiver is, and what moving it there took.
 
-        Whether a state from elsewhere is moved was decided with the edge; where there is none, it is decided alike.
+        Whether a state on another device is moved was decided with the edge; without an edge it is decided here.
         """
         may_reuse = request.reuse and not any(edge.policy.route is Route.TEXT for edge in plan.edges)
         if not (may_reuse or plan.lead.provenance_digest) or not receiver.spec.capabilities.can("append"):
@@ -148,7 +148,7 @@ class Deliverer:
         decision = plan.edges[0].decision if plan.edges else choose(Compatibility(Level.EXACT), EdgePolicy(), facts)
         estimated = decision.estimated
         is_worth_it = estimated is not None and estimated.move_bytes
-        if not is_worth_it and not plan.lead.provenance_digest:  # what is composed can't be made by reading its tokens
+        if not is_worth_it and not plan.lead.provenance_digest:  # a composed cache can't be made by reading its tokens
             return receiver.empty_state(), None
         return self._materializer.move(found, receiver, request.call_site)
 

@@ -10,7 +10,7 @@ from langgraph_latent.errors import CodecError
 from langgraph_latent.events import CallSite, Exported, Ingested, Refused
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.kv import codec
-from langgraph_latent.workspace.composer import biases_of
+from langgraph_latent.workspace.assemble import biases_of
 from langgraph_latent.workspace.services import Services
 
 

@@ -41,12 +41,10 @@ class Generation:
 
     decoding: Decoding
 
-    def __init__(
-        self, services: Services, model: ResidentModel, request: Request, limits: Limits | None = None
-    ) -> None:
+    def __init__(self, services: Services, model: ResidentModel, request: Request, limits: Limits) -> None:
         self._deliverer, self._keeper, self._models = services.deliverer, services.keeper, services.models
         self._model = model
-        self._limits = limits or Limits()
+        self._limits = limits
         self._call_site = request.call_site
         self._template_inputs = request.template_inputs
         self._request = request
@@ -60,13 +58,13 @@ class Generation:
         self.handle = self._with_prompt(self._with_system_prefix(delivery.base))
 
     def _with_system_prefix(self, base: KVHandle) -> KVHandle:
-        """The base; where that is of no tokens, with what leads the conversation as a segment of its own."""
+        """The base; where that has no tokens, with the system prefix as a segment of its own."""
         messages = self._delivery.messages
-        head = b"" if base.tokens else self._model.prompts.system_prefix(messages, self._template_inputs)
-        if not head or not self._delivery.tokens.startswith(head):
+        prefix = b"" if base.tokens else self._model.prompts.system_prefix(messages, self._template_inputs)
+        if not prefix or not self._delivery.tokens.startswith(prefix):
             return base
         system = [message for message in messages[:1] if message["role"] == "system"]
-        return self._with(base, "system", head, system)
+        return self._extended(base, "system", prefix, system)
 
     def _with_prompt(self, base: KVHandle) -> KVHandle:
         """A handle of the whole prompt, of which the base has the first tokens and messages."""
@@ -74,9 +72,9 @@ class Generation:
         num_known = base.num_messages - delivery.base.num_messages
         if base.tokens == delivery.tokens and num_known == len(delivery.messages):
             return base
-        return self._with(base, "prompt", delivery.tokens[len(base.tokens) :], delivery.messages[num_known:])
+        return self._extended(base, "prompt", delivery.tokens[len(base.tokens) :], delivery.messages[num_known:])
 
-    def _with(
+    def _extended(
         self,
         base: KVHandle,
         kind: str,
@@ -96,7 +94,7 @@ class Generation:
         with self._prefilled(num_left=1) as (tail, _, slot):
             (last,) = unpack_tokens(self._delivery.tokens[-TOKEN_BYTES:])
             self._model.think(last, steps, tail, slot.check)
-            self.handle = self._with(self.handle, "latent", bytes(steps * TOKEN_BYTES), [EMPTY_ANSWER], provenance)
+            self.handle = self._extended(self.handle, "latent", bytes(steps * TOKEN_BYTES), [EMPTY_ANSWER], provenance)
             self._keep(self.handle, tail.seal())
         return self.handle
 
@@ -129,7 +127,7 @@ class Generation:
         """Complete the handle with what was sampled, and keep it with its state."""
         if decoding.sampled:
             tokens = pack_tokens(decoding.sampled)
-            self.handle = self._with(self.handle, "generated", tokens, [decoding.answer.message])
+            self.handle = self._extended(self.handle, "generated", tokens, [decoding.answer.message])
         self._keep(self.handle, state)
         self._keeper.emit(
             Decoded(

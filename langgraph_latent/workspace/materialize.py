@@ -19,7 +19,7 @@ from langgraph_latent.kv.state import KVState
 from langgraph_latent.router.choice import facts_of
 from langgraph_latent.router.rates import Cost
 from langgraph_latent.spec.spec import ModelSpec
-from langgraph_latent.workspace.composer import Made, biases_of, compose, take_steps
+from langgraph_latent.workspace.assemble import Assembled, append_blocks, append_latent_steps, biases_of
 from langgraph_latent.workspace.keeper import CacheKeeper
 from langgraph_latent.workspace.models import ModelsInUse
 
@@ -40,23 +40,23 @@ class Materializer:
         self._lock = threading.Lock()
         self._composing: dict[tuple[str, bytes], threading.RLock] = {}
 
-    def state_of(self, handle: KVHandle, receiver: ResidentModel, call_site: CallSite = NOWHERE) -> KVState:
+    def state_of(self, handle: KVHandle, receiver: ResidentModel) -> KVState:
         """A handle's state, the pending token's included.
 
         Raises `ModelMismatchError` for a handle of another model, and `HandleError`.
         """
         self._check_for(handle, receiver)
-        return self._state(handle, handle.num_tokens, receiver, call_site)
+        return self._state(handle, handle.num_tokens, receiver, NOWHERE)
 
-    def whole_state_of(self, handle: KVHandle, receiver: ResidentModel, call_site: CallSite = NOWHERE) -> KVState:
-        """The same with every token in every layer, also those that a window has left behind in an ingested cache."""
+    def whole_state_of(self, handle: KVHandle, receiver: ResidentModel) -> KVState:
+        """The same with every token in every layer, also those that the windows of an ingested cache have left."""
         self._check_for(handle, receiver)
-        return self._whole_state(handle, receiver, call_site)
+        return self._whole_state(handle, receiver, NOWHERE)
 
     def availability(self, handle: KVHandle, spec: ModelSpec, receiver: ResidentModel | None) -> Availability:
         """What of a handle is in the pool, for a receiver of this spec; None where it is not in memory.
 
-        Of a cache that is still to be composed, those tokens that its blocks are taken from and that are not repaired.
+        Of a cache that is still to be composed, these are the tokens of blocks in the pool that need no repair.
         """
         if self._keeper.pool.has(handle.id) and not self._models.has_twins(spec):  # usual: needs no search
             return Availability(handle.num_tokens - handle.num_pending)
@@ -146,8 +146,10 @@ class Materializer:
         return _prefilled(state, missing, receiver)
 
     def _whole_state(self, handle: KVHandle, receiver: ResidentModel, call_site: CallSite) -> KVState:
-        """The state of a handle with every token in every layer, as moving needs it: one that was ingested may lack
-        those that its windows have left, and is computed again."""
+        """The state of a handle with every token in every layer, as moving needs it.
+
+        An ingested one may lack tokens that its windows have left; it is computed again.
+        """
         state = self._state(handle, handle.num_tokens, receiver, call_site)
         if state.has_tokens_from(0):
             return state
@@ -187,21 +189,21 @@ class Materializer:
 
     def _add_last_segment(
         self, handle: KVHandle, before: KVHandle, receiver: ResidentModel, call_site: CallSite
-    ) -> Made:
-        """What the last segment of a handle adds by its provenance to the state of what is before it."""
+    ) -> Assembled:
+        """The state of a handle whose last segment has a provenance; `before` is the handle without that segment."""
         provenance = handle.segments[-1].provenance
         if isinstance(provenance, LatentSteps):
             if not before.tokens:
                 raise HandleError(f"handle {handle.id} has latent steps after nothing; read something first")
             start = self._state(before, before.num_tokens - 1, receiver, call_site)
-            return take_steps(provenance, unpack_tokens(before.tokens)[-1], start, receiver)
+            return append_latent_steps(provenance, unpack_tokens(before.tokens)[-1], start, receiver)
         assert isinstance(provenance, Composition)
         start = self._state(before, before.num_tokens, receiver, call_site)
         ids = unpack_tokens(handle.tokens[before.num_tokens * TOKEN_BYTES :])
         sources: Mapping[str, KVState] = {
             each.id: self._whole_state(each, receiver, call_site) for each in handles_in(provenance)
         }
-        return compose(provenance, ids, start, receiver, sources)
+        return append_blocks(provenance, ids, start, receiver, sources)
 
 
 def _prefilled(state: KVState, missing: bytes, receiver: ResidentModel) -> KVState:

@@ -25,8 +25,16 @@ EMPTY_ANSWER: Message = {"role": "assistant", "content": ""}
 
 
 class Request(NamedTuple):
-    """What a chat model asks for: new messages after inherited handles, rendered with template inputs; with `reply`, up
-    to where an answer begins."""
+    """What a chat model asks for.
+
+    Attributes:
+        messages: new ones, after those of the inherited handles.
+        template_inputs: what the template is given beside the messages.
+        handles: what is inherited.
+        reply: whether the prompt goes on to where an answer begins.
+        reuse: whether kept caches may be used.
+        call_site: where in a graph it is asked for.
+    """
 
     messages: Sequence[Message]
     template_inputs: TemplateInputs
@@ -84,9 +92,16 @@ class Plan(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """What a receiver starts from: the prompt's packed tokens, a state that covers a prefix of them, the handle to
-    extend (its tokens are a prefix of the prompt) with the messages that are new to it, and how its edge was served.
-    `may_fall_back` is False where a policy wants failures raised."""
+    """What a receiver starts from.
+
+    Attributes:
+        tokens: the prompt's, packed.
+        state: covers a prefix of the tokens.
+        base: the handle to extend; its tokens are a prefix of the prompt.
+        messages: of the prompt, those that the base does not have.
+        decision: how the edge was served.
+        may_fall_back: False where a policy wants failures raised.
+    """
 
     tokens: bytes
     state: KVState

@@ -159,10 +159,6 @@ class LatentWorkspace:
         """
         return self.services.materializer.state_of(handle, model)
 
-    def whole_state_of(self, handle: KVHandle, model: ResidentModel) -> KVState:
-        """The same with every token in every layer, also those that a window has left behind in an ingested cache."""
-        return self.services.materializer.whole_state_of(handle, model)
-
     # -- the whole ------------------------------------------------------------------------------------------------
 
     def size_info(self) -> WorkspaceInfo:

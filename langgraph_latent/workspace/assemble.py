@@ -21,17 +21,17 @@ SourceStates = Mapping[str, KVState]
 """The states of the handles that blocks come from, by id."""
 
 
-class Made(NamedTuple):
+class Assembled(NamedTuple):
     """A state with what a provenance adds, and how many tokens of it were recomputed."""
 
     state: KVState
     num_repaired: int
 
 
-def compose(
+def append_blocks(
     provenance: Composition, ids: Sequence[int], start: KVState, model: ResidentModel, sources: SourceStates
-) -> Made:
-    """`start` with the blocks of a composition appended, of token ids `ids`; `biases_of` says what they weigh."""
+) -> Assembled:
+    """`start` with the blocks of a composition appended; `ids` are their token ids. Weights are left to `biases_of`."""
     begin = start.num_tokens
     pieces = _pieces(provenance.blocks, sources)
     with start.append(begin + len(ids)) as tail:
@@ -39,14 +39,14 @@ def compose(
         chosen = _chosen(provenance, ids, start, tail.seal(), model) if provenance.repair else []
         if chosen:
             model.recompute([ids[index] for index in chosen], [begin + index for index in chosen], tail)
-        return Made(tail.seal(), len(chosen))
+        return Assembled(tail.seal(), len(chosen))
 
 
-def take_steps(provenance: LatentSteps, last: int, start: KVState, model: ResidentModel) -> Made:
+def append_latent_steps(provenance: LatentSteps, last: int, start: KVState, model: ResidentModel) -> Assembled:
     """`start` with the token `last` and latent steps appended."""
     with start.append(start.num_tokens + 1 + provenance.steps) as tail:
         model.think(last, provenance.steps, tail)
-        return Made(tail.seal(), 0)
+        return Assembled(tail.seal(), 0)
 
 
 def _pieces(blocks: Sequence[Block], sources: SourceStates) -> list[Piece]:
@@ -84,6 +84,7 @@ def _chosen(
 
 
 def _latent(blocks: Sequence[Block]) -> list[int]:
+    """Indices of the tokens of blocks that are latent steps."""
     found, at = list[int](), 0
     for block in blocks:
         for span in block.handle.spans:
@@ -99,21 +100,17 @@ def biases_of(handle: KVHandle, model: ResidentModel) -> tuple[torch.Tensor, ...
 
     Raises `HandleError` for layers that the model does not have.
     """
-    provenances = [segment.provenance for segment in handle.segments]
-    if not any(isinstance(provenance, Composition) and provenance.is_weighted for provenance in provenances):
+    compositions = handle.compositions
+    if not any(composition.is_weighted for composition in compositions):
         return ()
-    last = max((block.layers[-1] for block in _blocks(handle) if block.layers), default=0)
+    blocks = [block for composition in compositions for block in composition.blocks]
+    last = max((block.layers[-1] for block in blocks if block.layers), default=0)
     if last >= len(model.kinds):
         raise HandleError(f"a block names layer {last}, but the model's layers are 0 to {len(model.kinds) - 1}")
     return tuple(
         torch.cat([_bias(segment, layer) for segment in handle.segments]).to(model.device)
         for layer in range(len(model.kinds))
     )
-
-
-def _blocks(handle: KVHandle) -> list[Block]:
-    provenances = [segment.provenance for segment in handle.segments]
-    return [block for provenance in provenances if isinstance(provenance, Composition) for block in provenance.blocks]
 
 
 def _bias(segment: Segment, layer: int) -> torch.Tensor:
