@@ -37,12 +37,11 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def check_whole_number(name: str, value: Any, at_least: int = 0, *, unit: str = "") -> int:
-    """The value. Raises `ConfigError`, which names the option, for anything but a whole number from `at_least` on."""
+def check_whole_number(name: str, value: Any, at_least: int = 0, *, unit: str = "") -> None:
+    """Raise `ConfigError`, which names the option, for anything but a whole number from `at_least` on."""
     if not is_whole_number(value, at_least):
         of_what = f" of {unit}" if unit else ""
         raise ConfigError(f"{name}={value!r} is impossible; it must be a whole number{of_what}, {at_least} or above")
-    return value
 
 
 def check_names(refusal: str, names: Iterable[str], known: Sequence[str]) -> None:

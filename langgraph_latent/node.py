@@ -153,7 +153,7 @@ def _inherit_modes(inherit: str | Sequence[str] | Mapping[str, str], latent: str
 
 
 def _state_values(state: Any) -> Mapping[str, Any]:
-    """A graph state, be it a mapping, a dataclass or a Pydantic model, as a mapping."""
+    """A graph state (a mapping, a dataclass or a Pydantic model) as a mapping."""
     if isinstance(state, Mapping):
         return state
     if is_dataclass(state):

@@ -66,7 +66,7 @@ class Block:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether it is seen otherwise than in full."""
+        """Whether it has a weight other than 1, or is seen in some layers only."""
         return self.weight != 1 or self.layers is not None
 
     @property
@@ -106,7 +106,7 @@ class Composition:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether some of it is seen otherwise than in full."""
+        """Whether any of its blocks is weighted."""
         return any(block.is_weighted for block in self.blocks)
 
     @property

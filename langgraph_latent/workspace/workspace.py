@@ -90,16 +90,16 @@ class LatentWorkspace:
 
         Raises `UnknownHandleError` for one that this workspace does not remember.
         """
-        known = reply if isinstance(reply, str) else getattr(reply, "response_metadata", {}).get("kv_handle")
-        if not isinstance(known, str):
+        handle_id = reply if isinstance(reply, str) else getattr(reply, "response_metadata", {}).get("kv_handle")
+        if not isinstance(handle_id, str):
             raise UnknownHandleError(
                 f"this {type(reply).__name__} is not a reply of a ChatLatent: it has no kv_handle. "
                 "Pass the messages instead, or carry the KVHandle itself (a LatentChannel does)."
             )
-        if handle := self.services.keeper.handles.find(known):
+        if handle := self.services.keeper.handles.find(handle_id):
             return handle
         raise UnknownHandleError(
-            f"this workspace does not know handle {known!r}: it belongs to another process or workspace, or was "
+            f"this workspace does not know handle {handle_id!r}: it belongs to another process or workspace, or was "
             "forgotten. Pass the messages instead, or carry the KVHandle itself (a LatentChannel does)."
         )
 
