@@ -51,7 +51,6 @@ OTHER: dict[str, tuple[Any, Level, str]] = {
     "attention": ("eager", Level.SIBLING, "load both with the same one"),
     "max_positions": (4096, Level.SIBLING, "valid up to the shorter"),
     "bytes_per_token": (192, Level.SIBLING, ""),
-    "schema": (99, Level.TEXT, "make both anew"),
 }
 """Another value of every field of the identity, the level that it leaves, and words of what would help."""
 FINE_TUNE = {"weights": "x" * 64, "sketch": "z" * 64}
@@ -69,8 +68,18 @@ def test_the_other_values_cover_every_field_of_the_identity() -> None:
     assert set(OTHER) == {field.name for field in dataclasses.fields(ModelSpec)} - set(NO_IDENTITY)
 
 
+def test_a_spec_of_another_schema_is_compared_by_what_it_says() -> None:
+    """A release must not make every saved handle a stranger's."""
+    assert other(schema=99).identity == SPEC.identity
+    assert compare(SPEC, other(schema=99)) == Compatibility(Level.EXACT)
+    result = compare(SPEC, other(schema=99, dtype="bfloat16"))
+    assert [difference.field for difference in result.differences] == ["dtype"]
+
+
 def test_a_model_is_itself_under_any_name() -> None:
-    twin = other(name="another/folder", sketch="", capabilities=Capabilities(positions="rope", is_probed=True))
+    twin = other(
+        name="another/folder", schema=99, sketch="", capabilities=Capabilities(positions="rope", is_probed=True)
+    )
     assert twin.identity == SPEC.identity
     assert compare(SPEC, twin) == Compatibility(Level.EXACT)
 

@@ -24,7 +24,7 @@ class Level(IntEnum):
     TEXT = 4
 
 
-NOT_SIBLINGS = {"architecture", "hidden_size", "layers", "rope", "config", "schema", "vocab_size", "tokenizer"}
+NOT_SIBLINGS = {"architecture", "hidden_size", "layers", "rope", "config", "vocab_size", "tokenizer"}
 """Fields that must be equal where only the weights may differ: geometry and wording."""
 MAY_BE_UNKNOWN = ("weights", "tokenizer", "template", "attention")
 """Fields that are "" in a spec that was read off files which don't tell."""
@@ -109,9 +109,9 @@ def _differences(a: ModelSpec, b: ModelSpec) -> Iterator[Difference]:
         if name == "config" and a.config_fields and b.config_fields:
             yield _config_difference(json.loads(a.config_fields), json.loads(b.config_fields))
         elif name == "rope":
-            yield Difference(name, *_told(json.loads(ours or "{}"), json.loads(theirs or "{}")))
+            yield Difference(name, *_differing_text(json.loads(ours or "{}"), json.loads(theirs or "{}")))
         elif name == "layers":
-            yield Difference(name, *_layers_told(ours, theirs))
+            yield Difference(name, *_layers_text(ours, theirs))
         else:
             yield Difference(name, *(_short(name, value) for value in (ours, theirs)))
 
@@ -122,13 +122,13 @@ def _config_difference(a: Fields, b: Fields) -> Difference:
     known = [name for name in differing if (name in a and name in b) or isinstance(a.get(name, b.get(name)), bool)]
     ours, theirs = ({name: each[name] for name in known or differing if name in each} for each in (a, b))
     if known:
-        return Difference("config", *_told(ours, theirs))
+        return Difference("config", *_differing_text(ours, theirs))
     if ours and theirs:
         ours, theirs = {}, {**ours, **theirs}
     return Difference("config", *(_fields_text(each, sorted(each)) or UNKNOWN for each in (ours, theirs)))
 
 
-def _told(a: Fields, b: Fields) -> tuple[str, str]:
+def _differing_text(a: Fields, b: Fields) -> tuple[str, str]:
     """Where two sets of fields differ, as text for each side; nested values by their paths."""
     ours, theirs = dict(_leaves(a)), dict(_leaves(b))
     names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
@@ -153,7 +153,7 @@ def _value_text(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _layers_told(a: tuple[LayerSpec, ...], b: tuple[LayerSpec, ...]) -> tuple[str, str]:
+def _layers_text(a: tuple[LayerSpec, ...], b: tuple[LayerSpec, ...]) -> tuple[str, str]:
     """Layers counted by kind, as text for each side; where that is equal, the first layer that differs."""
     ours, theirs = (_counted(layers) for layers in (a, b))
     if ours != theirs:
@@ -188,14 +188,13 @@ REMEDIES = {
     "rope": "other rope parameters: keys are turned by other angles; use the same rope settings, or text",
     "config": "other config fields shape the numbers: use the same config.json, or text",
     "tokenizer": "other tokenizer: the same text becomes other tokens; text only",
-    "template": "other chat template: a cache stays valid token for token, but the next message is framed otherwise; "
+    "template": "other chat template: a cache stays valid token for token, but the next message is rendered otherwise; "
     "give both the same chat template for level 0",
     "adapters": "adapters differ: activate the same adapter in both for level 0",
     "quantization": "quantised differently, numbers differ by more than rounding: load both in the same quantisation, "
     "or in none",
     "attention": "other attention implementation, numbers differ by rounding: load both with the same one for level 0",
     "max_positions": "other longest sequences: caches are valid up to the shorter; use the same for level 0",
-    "schema": "the specs were made by different versions of this library: make both anew",
 }
 """One sentence per kind of difference. What needs both specs is in `_notes`."""
 WITHOUT = {

@@ -51,7 +51,7 @@ DTYPES = {
 }
 """safetensors' names of dtypes: torch's, and the bytes of a number."""
 Watch = Callable[[int, int], None]
-"""Is told how many bytes are read, and of how many, by any thread."""
+"""Called with how many bytes are read, and of how many, by any thread."""
 
 
 class Digests(NamedTuple):
@@ -140,7 +140,7 @@ def _digests_of(files: list[Path], watch: Watch | None) -> Digests:
 
 
 def _adding(watch: Watch, files: list[Path]) -> Callable[[int], None]:
-    """Tells a watcher what several threads have read."""
+    """Adds up for a watcher what several threads have read."""
     lock, done, total = threading.Lock(), 0, sum(file.stat().st_size for file in files)
 
     def read(num_bytes: int) -> None:

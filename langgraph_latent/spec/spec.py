@@ -13,6 +13,9 @@ from functools import cached_property
 from langgraph_latent import public
 
 SCHEMA_VERSION = 4
+"""Of the fields of a spec."""
+IDENTITY_FORM = 4
+"""Of the digest by which checkpoints name models. It stays when a release adds what is not a part of the identity."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ CAPABILITIES = ("append", "crop", "move", "think", "batch")
 embeddings in place of token ids; batch: several requests in one model call."""
 
 
-NO_IDENTITY = ("name", "capabilities", "sketch", "config_fields")
-"""Fields of a spec that follow from the others, or are for people."""
+NO_IDENTITY = ("name", "capabilities", "sketch", "config_fields", "schema")
+"""Fields of a spec that follow from the others, are for people, or say what wrote it and not what the model is."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ class ModelSpec:
             not taken. Not part of the identity.
         config_fields: what `config` is the digest of, as canonical JSON; "" where it is not at hand. Not part of the
             identity.
+
+        schema: version of these fields. Not part of the identity: a release makes no model a stranger.
 
     Where a spec was read off files that don't tell, weights, tokenizer, template and attention are "": unknown.
     """
@@ -136,4 +141,5 @@ class ModelSpec:
     def identity(self) -> str:
         """Digest of everything but `NO_IDENTITY`, 32 hex digits."""
         content = {name: value for name, value in asdict(self).items() if name not in NO_IDENTITY}
+        content["schema"] = IDENTITY_FORM
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
