@@ -26,10 +26,11 @@ from transformers import StoppingCriteriaList
 
 from langgraph_latent import public
 from langgraph_latent.checks import check_names, check_whole_number
+from langgraph_latent.engine.limits import Limits
 from langgraph_latent.engine.loader import ModelKey
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.engine.sampling import Sampling
-from langgraph_latent.engine.scheduler import MAX_BATCH, Limits
+from langgraph_latent.engine.scheduler import MAX_BATCH
 from langgraph_latent.errors import ConfigError, UnsupportedLayerError
 from langgraph_latent.event_loop import in_thread, iterate_in_thread
 from langgraph_latent.handle.handle import KVHandle
@@ -44,11 +45,11 @@ from langgraph_latent.prompt.template import TemplateInputs
 from langgraph_latent.spec.spec import ModelSpec
 from langgraph_latent.tools import TOOL_OPTIONS, CallTools, Tool, openai_tools, structured_answers
 from langgraph_latent.workspace.composition import compose_handles, within_budget
-from langgraph_latent.workspace.decoding import AnswerOptions
+from langgraph_latent.workspace.decoding import AnswerOptions, ended
 from langgraph_latent.workspace.files import export, ingest
 from langgraph_latent.workspace.generation import Generation
 from langgraph_latent.workspace.lease import ModelLease
-from langgraph_latent.workspace.request import Request
+from langgraph_latent.workspace.request import Caller, Request
 from langgraph_latent.workspace.workspace import LatentWorkspace
 
 Config = RunnableConfig | None
@@ -209,8 +210,9 @@ class ChatLatent(BaseChatModel):
         if steps and (refusal := self.spec.capabilities.refusal("think")):
             raise UnsupportedLayerError(f"{self.model!r} can't take latent steps: {refusal}; use read()")
         plain, options = self._convert_input(messages).to_messages(), {"inherit": inherit}
-        request = self._request(plain, options, CallTools.of(options), config, reply=bool(steps))
-        generation = Generation(self._loaded_workspace().services, self.resident(), request, limits)
+        caller = Caller(call_site(config), limits)
+        request = self._request(plain, options, CallTools.of(options), caller, reply=bool(steps))
+        generation = Generation(self._loaded_workspace().services, self.resident(), request)
         return generation.think(steps) if steps else generation.read()
 
     def compose(
@@ -254,7 +256,8 @@ class ChatLatent(BaseChatModel):
         """
         check_budget(num_tokens, sinks, window)
         services = self._loaded_workspace().services
-        return within_budget(services, handle, num_tokens, self.resident(), sinks=sinks, window=window)
+        caller = Caller(limits=self._limits({}))
+        return within_budget(services, handle, num_tokens, self.resident(), caller, sinks=sinks, window=window)
 
     def handle(self, reply: AIMessage) -> KVHandle:
         """The handle of everything up to and with a reply; `LatentWorkspace.handle`."""
@@ -265,7 +268,8 @@ class ChatLatent(BaseChatModel):
 
         Tensors that are gone are rebuilt first. Raises `HandleError` (`ModelMismatchError` for another model's).
         """
-        return export(self._loaded_workspace().services, handle, self.resident(), path)
+        caller = Caller(limits=self._limits({}))
+        return export(self._loaded_workspace().services, handle, self.resident(), path, caller)
 
     def ingest_kv_cache(self, source: str | Path | bytes) -> KVHandle:
         """Take an exported file or byte string into the workspace, after verifying every part of it.
@@ -398,38 +402,40 @@ class ChatLatent(BaseChatModel):
     def _generate(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Run = None, **kwargs: Any
     ) -> ChatResult:
-        return reply_result(*self._answer(messages, stop, kwargs, self._limits(kwargs)), self.model)
+        with ended(kwargs.get("streamer")):
+            return reply_result(*self._answer(messages, stop, kwargs, self._limits(kwargs)), self.model)
 
     def _stream(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: Run = None, **kwargs: Any
     ) -> Iterator[ChatGenerationChunk]:
-        for chunk in reply_chunks(*self._answer(messages, stop, kwargs, self._limits(kwargs)), self.model):
-            if run_manager:
-                run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
-            yield chunk
+        with ended(kwargs.get("streamer")):
+            for chunk in reply_chunks(*self._answer(messages, stop, kwargs, self._limits(kwargs)), self.model):
+                if run_manager:
+                    run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
+                yield chunk
 
     async def _agenerate(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> ChatResult:
-        limits = self._limits(kwargs)
-
         def result(gone: threading.Event) -> ChatResult:
             return reply_result(*self._answer(messages, stop, kwargs, replace(limits, cancelled=gone)), self.model)
 
-        return await in_thread(result)
+        with ended(kwargs.get("streamer")):
+            limits = self._limits(kwargs)
+            return await in_thread(result)
 
     async def _astream(
         self, messages: list[BaseMessage], stop: list[str] | None = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> AsyncIterator[ChatGenerationChunk]:
-        limits = self._limits(kwargs)
-
         def chunks(gone: threading.Event) -> Iterator[ChatGenerationChunk]:
             return reply_chunks(*self._answer(messages, stop, kwargs, replace(limits, cancelled=gone)), self.model)
 
-        async for chunk in iterate_in_thread(chunks):
-            if run_manager:
-                await run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
-            yield chunk
+        with ended(kwargs.get("streamer")):
+            limits = self._limits(kwargs)
+            async for chunk in iterate_in_thread(chunks):
+                if run_manager:
+                    await run_manager.on_llm_new_token(str(chunk.message.content), chunk=chunk)
+                yield chunk
 
     # -- one request ----------------------------------------------------------------------------------------------
 
@@ -439,8 +445,8 @@ class ChatLatent(BaseChatModel):
         """A generation, and the parts of its answer as they come."""
         check_names(NO_OPTION, options, CALL_OPTIONS)
         sampling, tools = self._sampling(options, stop), CallTools.of(options)
-        request = self._request(messages, options, tools, None, reply=True)
-        generation = Generation(self._loaded_workspace().services, self.resident(), request, limits)
+        request = self._request(messages, options, tools, Caller(call_site(None), limits), reply=True)
+        generation = Generation(self._loaded_workspace().services, self.resident(), request)
         criteria = options.get("stopping_criteria")
         answer_options = AnswerOptions(
             sampling,
@@ -468,13 +474,13 @@ class ChatLatent(BaseChatModel):
         return Limits(self.max_queue, self.max_retries, options.get("timeout", self.timeout))
 
     def _request(
-        self, messages: Sequence[BaseMessage], options: Options, tools: CallTools, config: Config, *, reply: bool
+        self, messages: Sequence[BaseMessage], options: Options, tools: CallTools, caller: Caller, *, reply: bool
     ) -> Request:
         plain = plain_prompt(messages, tools.asked_schema, has_tools=bool(tools.shown))
         template_options = {**self.template_options, **(options.get("template_options") or {})}
         template_inputs = TemplateInputs(tools.shown, template_options)
         handles = self._handles_of(options.get("inherit"))
-        return Request(plain, template_inputs, handles, reply, self.reuse, call_site(config))
+        return Request(plain, template_inputs, handles, reply, self.reuse, caller)
 
     def _handles_of(self, inherit: Inherited) -> list[KVHandle]:
         """Handles, for replies the ones that they have."""

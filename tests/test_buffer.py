@@ -95,10 +95,10 @@ def test_storage_of_a_known_final_length_is_allocated_once() -> None:
     state = KVState.empty(FULL)
     with state.append(3000) as tail:
         write(tail, fresh(512, 0))
-        where = [(store.keys.data_ptr(), store.values.data_ptr()) for store in tail._growth.buffer.layers]  # type: ignore[union-attr]
+        where = [(store.keys.data_ptr(), store.values.data_ptr()) for store in tail.claim.buffer.layers]  # type: ignore[union-attr]
         for seed in range(1, 6):
             write(tail, fresh(497, seed))
-        assert [(store.keys.data_ptr(), store.values.data_ptr()) for store in tail._growth.buffer.layers] == where  # type: ignore[union-attr]
+        assert [(store.keys.data_ptr(), store.values.data_ptr()) for store in tail.claim.buffer.layers] == where  # type: ignore[union-attr]
         assert tail.seal().num_tokens == 512 + 5 * 497
 
 
@@ -147,7 +147,7 @@ def test_a_copy_is_made_on_the_first_write_only() -> None:
     parent = grown(KVState.empty(FULL), fresh(100, 0))
     keeper = grown(parent, fresh(1, 1))
     with parent.append() as tail:
-        assert tail._growth.buffer.nbytes == 0
+        assert tail.claim.buffer.nbytes == 0
         assert tail.seal() is parent
     assert keeper.num_tokens == 101
 

@@ -64,15 +64,15 @@ class Spy:
         self._held_at = len(self.sizes) + number
 
     def gather(self, number: int) -> None:
-        """Stop in the next call until `number` more requests wait for theirs."""
-        self._is_ready = lambda: len(self.scheduler._waiting) == number
+        """Stop in the next call until it and those that wait for theirs are `number` and one more."""
+        self._is_ready = lambda: len(self.scheduler._waiting) + len(self.scheduler._running) == number + 1
 
     def close(self) -> None:
         """End; no request is left behind."""
         self.scheduler._run = self._run
         eventually(lambda: not self.scheduler.num_requests)
         assert not self.scheduler._waiting
-        assert not self.scheduler._leader
+        eventually(lambda: not self.scheduler._running)
 
 
 def eventually(is_so: Callable[[], bool]) -> None:

@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from langgraph_latent import ChatLatent, LatentWorkspace
 from langgraph_latent.engine import loader
+from langgraph_latent.engine.limits import Limits
 from langgraph_latent.engine.model import ResidentModel
-from langgraph_latent.engine.scheduler import Limits, NewTokens, Scheduler
-from langgraph_latent.errors import QueueFullError, RequestTimeoutError
+from langgraph_latent.engine.scheduler import NewTokens, Scheduler
+from langgraph_latent.errors import ConfigError, QueueFullError, RequestTimeoutError
 from langgraph_latent.kv.buffer import LayerStore
+from langgraph_latent.kv.state import KVTail
 from langgraph_latent.spec.digest import weights_digest
 
 KINDS = ["llama", "mistral", "qwen3", "gpt2"]
@@ -44,6 +46,7 @@ class Model:
     Attributes:
         calls: the ids of every row, call by call.
         begun, go: the next call sets the first and waits for the second.
+        gates: what a call waits for instead, by its number.
         errors: raised once, at the end of a call of so many sequences.
     """
 
@@ -51,13 +54,14 @@ class Model:
         self.calls: list[list[list[int]]] = []
         self.begun, self.go = threading.Event(), threading.Event()
         self.go.set()
+        self.gates: dict[int, threading.Event] = {}
         self.errors: dict[int, BaseException] = {}
         self.seconds = 0.0
 
     def __call__(self, batch: Sequence[NewTokens]) -> torch.Tensor:
         self.calls.append([list(ids) for ids, _ in batch])
         self.begun.set()
-        assert self.go.wait(60)
+        assert self.gates.get(len(self.calls), self.go).wait(60)
         time.sleep(self.seconds)
         for ids, tail in batch:
             tail.num_tokens += len(ids)
@@ -103,7 +107,8 @@ class Requests:
     def close(self) -> None:
         """End; no request and no step is left behind."""
         self._threads.shutdown()
-        assert (self.scheduler.num_requests, self.scheduler._waiting, self.scheduler._leader) == (0, [], None)
+        assert (self.scheduler.num_requests, self.scheduler._waiting) == (0, [])
+        eventually(lambda: not self.scheduler._running)
 
 
 def eventually(is_so: Callable[[], bool]) -> None:
@@ -222,65 +227,110 @@ def test_an_error_does_not_keep_its_tail_alive(requests: Requests) -> None:
         gc.enable()
 
 
-def test_an_interrupted_leader_takes_its_own_step_along_and_leaves_the_others(requests: Requests) -> None:
-    """Ctrl-C comes in a call for two: one of them leads it and goes, the other is served as if nothing had been."""
+def test_whoever_is_interrupted_within_a_call_leaves_at_once_and_the_others_get_what_it_gives(
+    requests: Requests,
+) -> None:
+    """Twice Ctrl-C in a call for three, of which one is the main thread's: the call ends once, for the other two."""
     held = requests.hold()
-    tails = [Tail(), Tail()]
-    futures = [requests.begin([number], tail=tail) for number, tail in enumerate(tails)]
-    requests.wait_for(2)
-    requests.model.errors[2] = KeyboardInterrupt()
-    requests.model.go.set()
-    assert held.result(60) == 0
-    interrupted = [isinstance(future.exception(60), KeyboardInterrupt) for future in futures]
-    assert sorted(interrupted) == [False, True]
-    served = interrupted.index(False)
-    assert futures[served].result() == served
-    assert [tail.num_tokens for tail in tails] == [int(not each) for each in interrupted]
-    assert requests.model.sizes == [1, 2, 1]
+    futures = [requests.begin([number]) for number in (1, 2)]
+    requests.model.gates[2] = gate = threading.Event()
+    requests._threads.submit(lambda: (requests.wait_for(3), requests.model.go.set()))
+    with requests.scheduler.slot() as slot:
+        interrupted_twice(lambda: slot.feed([3], Tail()), when=lambda: len(requests.model.calls) == 2)
+    assert not any(future.done() for future in futures)
+    gate.set()
+    assert [future.result(60) for future in (held, *futures)] == [0, 1, 2]
+    assert requests.model.sizes == [1, 3]
 
 
 def test_an_interrupt_before_the_call_begins_leaves_the_model_free(
     requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes between being the leader and running anything."""
-    run = requests.scheduler._run_steps
+    """It comes between being the one who starts the next call and starting it."""
+    start = requests.scheduler._start
 
-    def interrupted(steps: Sequence[Any]) -> None:
-        monkeypatch.setattr(requests.scheduler, "_run_steps", run)
+    def interrupted(work: Callable[[], None]) -> None:
+        monkeypatch.setattr(requests.scheduler, "_start", start)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(requests.scheduler, "_run_steps", interrupted)
-    requests.model.go.set()
+    monkeypatch.setattr(requests.scheduler, "_start", interrupted)
     with requests.scheduler.slot() as slot:
         with pytest.raises(KeyboardInterrupt):
             slot.feed([1], Tail())
         assert requests.begin([2]).result(60) == 2
+    assert requests.model.calls == [[[2]]]
 
 
-def test_whoever_is_interrupted_while_another_runs_its_step_waits_for_the_end_of_it(requests: Requests) -> None:
-    """What comes next closes the tail, and nobody may write to it then."""
-    scheduler, tail, order, other = requests.scheduler, Tail(), [], object()
-    scheduler._leader = other
+def test_a_call_started_twice_runs_once(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = requests.scheduler._start
+    monkeypatch.setattr(requests.scheduler, "_start", lambda work: (start(work), start(work)))
+    assert requests.begin([1], [2]).result(60) == 2
+    assert requests.model.calls == [[[1]], [[2]]]
 
-    def lead() -> None:
-        requests.wait_for(1)
-        with scheduler._lock:
-            batch = scheduler._lead(other)
+
+def test_no_buffer_is_written_by_two_calls_after_two_interrupts(tiny_chat: ChatLatent) -> None:
+    """The call goes on to its end without whoever was interrupted; its storage is nobody else's until then."""
+    model = tiny_chat.resident()
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        begun.set()
+        assert go.wait(60)
+
+    def feed() -> None:
+        with state.append() as tail:
+            tails.append(tail)
+            model.prefill(some_ids(30, seed=1), tail)
+
+    tails: list[KVTail] = []
+    with model.empty_state().append(400) as tail:
+        model.prefill(some_ids(20), tail)
+        state = tail.seal()
+    hook = model.model.model.layers[1].register_forward_pre_hook(hold)
+    try:
+        interrupted_twice(feed, when=begun.is_set)
+        claim = tails[0].claim
+        assert (claim.is_given_back, claim.is_writing) == (True, True)
+        assert not state.buffer.claim(20)
+    finally:
+        hook.remove()
+        go.set()
+    eventually(lambda: not claim.is_writing)
+    assert state.buffer.claim(20)
+    state.buffer.release()
+    with state.append() as tail, model.empty_state().append() as plain:
+        expected = model.prefill(some_ids(20) + some_ids(9, seed=2), plain)
+        assert_close(model.prefill(some_ids(9, seed=2), tail), expected)
+
+
+def test_a_model_call_can_not_ask_a_chat_model(tiny_chat: ChatLatent) -> None:
+    """It would wait for itself: an error says so, and nothing hangs."""
+
+    def ask(*_: Any) -> None:
+        tiny_chat.invoke("is it fine?")
+
+    hook = tiny_chat.resident().model.model.layers[0].register_forward_pre_hook(ask)
+    try:
+        with pytest.raises(ConfigError, match="from within a model call"):
+            tiny_chat.invoke("the team")
+    finally:
+        hook.remove()
+    assert tiny_chat.invoke("the team").text
+
+
+def interrupted_twice(work: Callable[[], object], *, when: Callable[[], bool]) -> None:
+    """Run `work` in the main thread until Ctrl-C ends it, which comes when something is so, and then once more."""
+
+    def interrupt() -> None:
+        eventually(when)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        time.sleep(0.2)
-        order.append("run")
-        scheduler._run_steps(batch)
-        scheduler._conclude(other)
 
-    leader = threading.Thread(target=lead)
-    with scheduler.slot() as slot:
-        leader.start()
-        with pytest.raises(KeyboardInterrupt):
-            slot.feed([1], tail)
-        order.append("left")
-    leader.join(60)
-    assert order == ["run", "left"]
-    assert tail.num_tokens == 1
+    for each in (work, lambda: time.sleep(60)):
+        thread = threading.Thread(target=interrupt)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come while the thread starts
+            thread.start()
+            each()
+        thread.join(60)
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
@@ -289,7 +339,7 @@ def test_whoever_is_interrupted_while_another_runs_its_step_waits_for_the_end_of
 def test_a_request_whose_time_is_over_leaves_while_the_model_is_still_busy(requests: Requests) -> None:
     held = requests.hold()
     late = requests.begin([1], limits=Limits(timeout=0.01))
-    with pytest.raises(RequestTimeoutError, match=r"0\.01 s, with 2 under way") as caught:
+    with pytest.raises(RequestTimeoutError, match=r"after 0\.01 s") as caught:
         late.result(60)
     assert isinstance(caught.value, TimeoutError)
     assert not held.done()
@@ -456,11 +506,11 @@ def test_memory_that_runs_out_in_a_batch_leaves_the_caches_that_were_forked(
 
 def fed_at_once(scheduler: Scheduler, slot: Any, batch: Sequence[NewTokens]) -> list[torch.Tensor]:
     """The logits of sequences that are in one call for certain."""
-    scheduler._leader = object()
+    scheduler._running = [object()]  # type: ignore[list-item]
     with ThreadPoolExecutor(len(batch)) as threads:
         futures = [threads.submit(slot.feed, *each) for each in batch]
         eventually(lambda: len(scheduler._waiting) == len(batch))
         with scheduler._changed:
-            scheduler._leader = None
+            scheduler._running = []
             scheduler._changed.notify_all()
     return [future.result() for future in futures]

@@ -11,11 +11,12 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -27,6 +28,7 @@ from langgraph_latent.engine.alignment import Alignment
 from langgraph_latent.engine.attention import STOCK, use_packed_attention
 from langgraph_latent.engine.findings import FINDINGS_FILE, VERSION, Findings, unprobed
 from langgraph_latent.engine.identity import spec_of
+from langgraph_latent.engine.limits import NO_LIMITS, Limits
 from langgraph_latent.engine.lora import AdapterWatch
 from langgraph_latent.engine.probe import Probe
 from langgraph_latent.engine.sampling import Sampler, end_tokens
@@ -106,11 +108,32 @@ class ResidentModel:
         state = states[-1]
         self.devices = [next((tensor.device for tensor in tensors), None) for tensors in state.layers()]
         self.opaque_layers = state.opaque_layers
-        self.scheduler = Scheduler(self.forward, MAX_BATCH if self.findings.capabilities.can("batch") else 1)
+        self.scheduler = self._new_scheduler()
         self._adapters = AdapterWatch(model)
         self._specs: dict[tuple[str, ...], ModelSpec] = {
             (): spec_of(model, tokenizer, states, name, Digests(weights, sketch), attention, self.findings.capabilities)
         }
+
+    def _new_scheduler(self) -> Scheduler:
+        """It does not keep the model alive: the model holds it, and weights are freed with their last user."""
+        model = weakref.ref(self)
+
+        def call(batch: Sequence[NewTokens]) -> torch.Tensor:
+            return _alive(model()).forward(batch)
+
+        def start(work: Callable[[], None]) -> None:
+            if _alive(model()).is_called_elsewhere:
+                cpu_thread.submit(work)
+            else:
+                work()
+
+        return Scheduler(call, MAX_BATCH if self.findings.capabilities.can("batch") else 1, start)
+
+    @property
+    def is_called_elsewhere(self) -> bool:
+        """Whether a model call of this thread runs in the compute thread: on a CPU, and for the main thread, which can
+        be interrupted."""
+        return self.device.type == "cpu" or threading.current_thread() is threading.main_thread()
 
     def _probed(self, name: str, weights: str, attention: str, *, is_wanted: bool) -> tuple[list[KVState], Findings]:
         """States of a few tokens, the longest last, and what is known of the model: stored before or found out now.
@@ -262,12 +285,12 @@ class ResidentModel:
                 if self.has_packed_attention:
                     self.model.set_attn_implementation(STOCK)
                 try:
-                    return self._run_here(None, ids, wanted, use_cache=False)
+                    return self._run_here(ModelCall(None, ids, wanted, {"use_cache": False}))
                 finally:
                     if self.has_packed_attention:
                         use_packed_attention(self.model)
 
-        return cpu_thread.run(plainly) if self.device.type == "cpu" else plainly()
+        return cpu_thread.run(plainly) if self.is_called_elsewhere else plainly()
 
     def run(self, ids: Sequence[int], tail: KVTail, **arguments: Any) -> torch.Tensor:
         """One model call on one sequence's new tokens; logits after the last, (vocab,). `arguments` go to its forward.
@@ -285,9 +308,7 @@ class ResidentModel:
             arguments["position_ids"] = torch.arange(tail.num_tokens, tail.num_tokens + len(ids), device=self.device)[
                 None
             ]
-        logits = self._run(tail.cache, ids, wanted, **arguments)
-        tail.fed(len(ids))
-        return logits
+        return self._run(ModelCall(tail.cache, ids, wanted, arguments, [(tail, len(ids))]))
 
     def run_packed(self, batch: Sequence[tuple[Sequence[int], KVTail]]) -> torch.Tensor:
         """One model call on a packed batch; logits after the last token of each sequence, (sequences, vocab).
@@ -301,68 +322,70 @@ class ResidentModel:
         sizes = [len(ids) for ids, _ in batch]
         positions = [at for ids, tail in batch for at in range(tail.num_tokens, tail.num_tokens + len(ids))]
         ids = [token for ids, _ in batch for token in ids]
-        logits = self._run_at(packed_cache([tail for _, tail in batch], sizes), ids, positions, wanted)
-        for size, (_, tail) in zip(sizes, batch, strict=True):
-            tail.fed(size)
-        return logits
+        cache = packed_cache([tail for _, tail in batch], sizes)
+        writes = [(tail, size) for size, (_, tail) in zip(sizes, batch, strict=True)]
+        return self._run_at(cache, ids, positions, wanted, writes)
 
-    def recompute(self, ids: Sequence[int], positions: Sequence[int], tail: KVTail) -> None:
+    def recompute(self, ids: Sequence[int], positions: Sequence[int], tail: KVTail, limits: Limits = NO_LIMITS) -> None:
         """Compute tokens of a tail again at their positions, ascending: each sees all before it.
 
         It costs about their share of a prefill. Only for a model that `has_packed_attention`.
         """
         for begin in range(0, len(ids), ALONE_CHUNK_TOKENS):
             new, at = ids[begin : begin + ALONE_CHUNK_TOKENS], positions[begin : begin + ALONE_CHUNK_TOKENS]
-            self._run_at(repair_cache(tail, torch.tensor(at, device=self.device)), new, at, [])
+            cache = repair_cache(tail, torch.tensor(at, device=self.device))
+            self._run_at(cache, new, at, [], [(tail, 0)], limits)
 
-    def early_values(self, ids: Sequence[int], state: KVState, layer: int) -> torch.Tensor:
+    def early_values(self, ids: Sequence[int], state: KVState, layer: int, limits: Limits = NO_LIMITS) -> torch.Tensor:
         """A layer's values of `ids` appended to a state, (1, kv_heads, ids, head_dim); layers above are not run."""
         found = []
         with state.append(state.num_tokens + len(ids)) as tail:
             for begin in range(0, len(ids), ALONE_CHUNK_TOKENS):
                 new = ids[begin : begin + ALONE_CHUNK_TOKENS]
-                found.append(self._early_values(new, state.num_tokens + begin, tail, layer))
+                found.append(self._early_values(new, state.num_tokens + begin, tail, layer, limits))
         return torch.cat(found, 2)
 
-    def _early_values(self, ids: Sequence[int], at: int, tail: KVTail, layer: int) -> torch.Tensor:
+    def _early_values(self, ids: Sequence[int], at: int, tail: KVTail, layer: int, limits: Limits) -> torch.Tensor:
+        cache = early_cache(tail, len(ids), layer)
         try:
-            self._run_at(early_cache(tail, len(ids), layer), ids, range(at, at + len(ids)), [])
+            self._run_at(cache, ids, range(at, at + len(ids)), [], [(tail, 0)], limits)
         except ValuesReached as reached:
             return reached.values
         raise UnsupportedLayerError(f"{self.spec.name!r} does not use layer {layer} of its cache")
 
     def _run_at(
-        self, cache: Any, ids: Sequence[int], positions: Sequence[int], wanted: Sequence[int], **arguments: Any
+        self,
+        cache: Any,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        wanted: Sequence[int],
+        writes: Sequence[tuple[KVTail, int]],
+        limits: Limits = NO_LIMITS,
+        **arguments: Any,
     ) -> torch.Tensor:
         """A model call in which the cache's layers decide what attends to what; logits at the `wanted` indices."""
-        return self._run(
-            cache,
-            ids,
-            wanted,
-            position_ids=torch.tensor([positions], device=self.device),
-            attention_mask=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device),  # 4-d: taken as it is
-            **arguments,
-        )
+        arguments["position_ids"] = torch.tensor([positions], device=self.device)
+        everything = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)  # 4-d: taken as it is
+        return self._run(ModelCall(cache, ids, wanted, {**arguments, "attention_mask": everything}, writes, limits))
 
-    def think(self, last: int, steps: int, tail: KVTail, check: Callable[[], None] = lambda: None) -> None:
+    def think(self, last: int, steps: int, tail: KVTail, limits: Limits = NO_LIMITS) -> None:
         """Feed a token and then `steps` latent ones: each the last hidden state before it, aligned, as an embedding.
 
-        `check` is called before each step and may raise, to end it.
+        Raises what `limits.check` raises.
 
         Source: LatentMAS (arXiv 2511.20639). Only for a model that can "think".
         """
-        hidden = self._hidden(tail, input_ids=torch.tensor([[last]], device=self.device))
+        hidden = self._hidden(tail, limits, input_ids=torch.tensor([[last]], device=self.device))
         for _ in range(steps):
-            check()
-            hidden = self._hidden(tail, input_ids=None, inputs_embeds=self._alignment.embedding(hidden))
+            hidden = self._hidden(tail, limits, input_ids=None, inputs_embeds=self._alignment.embedding(hidden))
 
-    def _hidden(self, tail: KVTail, **inputs: Any) -> torch.Tensor:
+    def _hidden(self, tail: KVTail, limits: Limits, **inputs: Any) -> torch.Tensor:
         """The last hidden state after one token, (1, 1, hidden)."""
         states: list[torch.Tensor] = []
         options: dict[str, Any] = {**inputs, "output_hidden_states": True, "keep": states.append}
+        limits.check()
         if tail.is_biased:
-            self._run_at(packed_cache([tail], [1]), [0], [tail.num_tokens], [0], **options)
-            tail.fed(1)
+            self._run_at(packed_cache([tail], [1]), [0], [tail.num_tokens], [0], [(tail, 1)], limits, **options)
         else:
             self.run([0], tail, **options)
         return states[0]
@@ -375,29 +398,53 @@ class ResidentModel:
         is_tied = head is None or head.weight.data_ptr() == embeddings.weight.data_ptr()
         return Alignment(embeddings, len(embeddings.weight), None if is_tied else head.weight)
 
-    def _run(self, *call: Any, **arguments: Any) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return cpu_thread.run(lambda: self._run_here(*call, **arguments))
-        return self._run_here(*call, **arguments)
+    def _run(self, call: ModelCall) -> torch.Tensor:
+        if self.is_called_elsewhere:
+            return cpu_thread.run(lambda: self._run_here(call), call.limits)
+        return self._run_here(call)
 
     @torch.no_grad()
-    def _run_here(
-        self,
-        cache: Any,
-        ids: Sequence[int],
-        wanted: Sequence[int],
-        keep: Callable[[torch.Tensor], None] | None = None,
-        **arguments: Any,
-    ) -> torch.Tensor:
-        """Logits at the `wanted` indices of `ids`, (wanted, vocab); `keep` is given the last hidden states."""
-        at = torch.tensor(wanted, dtype=torch.long)  # on the CPU: it indexes a tensor of any device
-        arguments[self.cache_argument] = cache
+    def _run_here(self, call: ModelCall) -> torch.Tensor:
+        """Logits at the wanted indices, (wanted, vocab)."""
+        at = torch.tensor(call.wanted, dtype=torch.long)  # on the CPU: it indexes a tensor of any device
+        arguments = {"input_ids": torch.tensor([call.ids], device=self.device), "use_cache": True, **call.arguments}
+        keep = arguments.pop("keep", None)
+        arguments[self.cache_argument] = call.cache
         if self._keeps_logits:
             arguments["logits_to_keep"] = at
-        arguments = {"input_ids": torch.tensor([ids], device=self.device), "use_cache": True, **arguments}
-        with self._lock:
-            output = self.model(**arguments)
+        with contextlib.ExitStack() as claims:
+            for tail, _ in call.writes:
+                claims.enter_context(tail.claim)
+            with self._lock:
+                output = self.model(**arguments)
+            for tail, num_tokens in call.writes:
+                tail.fed(num_tokens)
         if keep is not None:
             keep(output.hidden_states[-1])
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_logits else logits[at]
+
+
+class ModelCall(NamedTuple):
+    """One forward over the new tokens of one sequence or several.
+
+    Attributes:
+        cache: transformers' `Cache`.
+        ids: the new tokens; `arguments` may replace them.
+        wanted: indices of the tokens after which logits are wanted.
+        arguments: further ones of the forward; "keep" is called with the last hidden states.
+        writes: the tails that are written to, and by how many tokens each grows.
+        limits: of whoever waits for it.
+    """
+
+    cache: Any
+    ids: Sequence[int]
+    wanted: Sequence[int]
+    arguments: Mapping[str, Any]
+    writes: Sequence[tuple[KVTail, int]] = ()
+    limits: Limits = NO_LIMITS
+
+
+def _alive(model: ResidentModel | None) -> ResidentModel:
+    assert model is not None, "a request holds its model"
+    return model

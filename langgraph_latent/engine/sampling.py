@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
@@ -23,6 +23,7 @@ from langgraph_latent.engine import cpu_thread
 from langgraph_latent.errors import ConfigError
 from langgraph_latent.handle.tokens import TOKEN_BYTES
 
+T = TypeVar("T")
 SPARE_TOKENS = 256
 MIN_TEMPERATURE = 1e-4
 """Below, logits divided by it leave float32."""
@@ -68,7 +69,8 @@ class Sampler:
     Args:
         prompt: packed token ids that come before the first choice.
         defaults: the model's own generation defaults.
-        extra: transformers logits processors, applied after the defaults' penalties and before temperature.
+        constraint: processors of our own, applied after all others and before temperature.
+        extra: the caller's transformers logits processors, applied after the defaults' penalties.
 
     `context` is every token so far, as transformers' processors and criteria take it: (1, seq), int64. `scores` are
     what the last one was chosen from: (1, vocab), float32.
@@ -81,9 +83,13 @@ class Sampler:
         device: torch.device,
         prompt: bytes,
         extra: Sequence[LogitsProcessor] = (),
+        constraint: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._is_greedy = sampling.temperature == 0
-        self._processors = LogitsProcessorList([*_penalties(defaults), *extra, *_warpers(sampling)])
+        before, after = _penalties(defaults), [*constraint, *_warpers(sampling)]
+        self._extra = LogitsProcessorList(extra)
+        self._before = LogitsProcessorList(before if extra else [])
+        self._after = LogitsProcessorList(after if extra else [*before, *after])
         self._length = len(prompt) // TOKEN_BYTES
         self._tokens = torch.empty((1, self._length + SPARE_TOKENS), dtype=torch.long, device=device)
         self._tokens[0, : self._length] = torch.frombuffer(bytearray(prompt), dtype=torch.int32)
@@ -100,22 +106,33 @@ class Sampler:
     def pick(self, logits: torch.Tensor) -> int:
         """The next token, from logits of shape (vocab,) in any dtype; it joins the context.
 
-        On a CPU, processors and draws run in the compute thread: a slow processor holds up other requests too.
+        On a CPU, transformers' processors and draws run in the compute thread. The caller's processors run in the
+        caller's thread: what they ask of a chat model, and how long they take, holds nobody else up.
         """
-        is_simple = self._is_greedy and not self._processors
-        choose = partial(self._choose, logits.float().unsqueeze(0))
-        token = choose() if is_simple or logits.device.type != "cpu" else cpu_thread.run(choose)
+        self.scores: Any = logits.float().unsqueeze(0)
+        if self._before:
+            self._in_compute_thread(partial(self._process, self._before))
+        self._process(self._extra)
+        is_simple = self._is_greedy and not self._after
+        token = self._choose() if is_simple else self._in_compute_thread(self._choose)
         if self._length == self._tokens.shape[1]:
             self._tokens = torch.cat([self._tokens, torch.empty_like(self._tokens)], dim=1)
         self._tokens[0, self._length] = token
         self._length += 1
         return token
 
-    def _choose(self, scores: torch.Tensor) -> int:
-        self.scores: Any = self._processors(self.context, scores) if self._processors else scores
+    def _in_compute_thread(self, work: Callable[[], T]) -> T:
+        return cpu_thread.run(work) if self.scores.device.type == "cpu" else work()
+
+    def _process(self, processors: LogitsProcessorList) -> None:
+        if processors:
+            self.scores = processors(self.context, self.scores)
+
+    def _choose(self) -> int:
+        self._process(self._after)
         if self._is_greedy:
             # NumPy's, on a CPU: torch's would make a team of OpenMP threads wherever this runs, see cpu_thread.py
-            return int(self.scores.numpy().argmax() if scores.device.type == "cpu" else self.scores.argmax())
+            return int(self.scores.numpy().argmax() if self.scores.device.type == "cpu" else self.scores.argmax())
         return int(torch.multinomial(self.scores.softmax(-1), 1, generator=self._random))
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from langgraph_latent.errors import RequestCancelledError
 from langgraph_latent.kv.buffer import KVBuffer
 from langgraph_latent.kv.layers import TailLayer
 from langgraph_latent.kv.state import KVTail
@@ -94,6 +95,8 @@ class _PackedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if all(layer.is_given_back for layer in self._layers):
+            raise RequestCancelledError("whoever asked has gone")
         new_keys, new_values = key_states.split(self._sizes, -2), value_states.split(self._sizes, -2)
         packed = key_states.as_subclass(PackedKeys)
         packed.sequences = [self._write(*each) for each in zip(self._layers, new_keys, new_values, strict=True)]
@@ -104,7 +107,7 @@ class _PackedLayer(CacheLayerMixin):
     def _write(self, layer: TailLayer, keys: torch.Tensor, values: torch.Tensor) -> PackedSequence:
         """Append one sequence's new tokens; what they attend to."""
         begin = layer.kind.first_needed(layer.length)
-        return PackedSequence(keys.shape[-2], *layer.update(keys, values), layer.bias(begin))
+        return PackedSequence(keys.shape[-2], *layer.append(keys, values), layer.bias(begin))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0

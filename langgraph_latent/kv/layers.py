@@ -24,6 +24,7 @@ from transformers.cache_utils import (
 
 from langgraph_latent.errors import UnsupportedLayerError
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore
+from langgraph_latent.kv.claim import Claim
 
 OPAQUE_KINDS: Mapping[type, str] = {
     DummyLayer: "none",
@@ -90,11 +91,16 @@ class Inherited(Protocol):
 
 
 class Growth(NamedTuple):
-    """What the layers of a tail share: what it continues, the storage it writes to, the length to make room for."""
+    """What the layers of a tail share: what it continues, the claim on its storage, the length to make room for."""
 
     origin: Inherited
-    buffer: KVBuffer
+    claim: Claim
     expected: int
+
+    @property
+    def buffer(self) -> KVBuffer:
+        """The storage that is written to."""
+        return self.claim.buffer
 
 
 class TailLayer(CacheLayerMixin):
@@ -123,6 +129,16 @@ class TailLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._growth.claim.check()  # a call that nobody waits for ends at the next layer
+        return self.append(key_states, value_states)
+
+    @property
+    def is_given_back(self) -> bool:
+        """Whether nobody waits for what is appended."""
+        return self._growth.claim.is_given_back
+
+    def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new keys and values after the others; those that the new tokens attend to, views."""
         growth, store, at = self._growth, self._store, self.length
         if store.keys is None and at:  # a fork's first write
             inherited = growth.origin.buffer.layers[self._index]

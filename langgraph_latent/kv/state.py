@@ -19,6 +19,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from langgraph_latent.kv.buffer import KVBuffer, LayerStore
+from langgraph_latent.kv.claim import Claim
 from langgraph_latent.kv.layers import Growth, LayerKind, TailLayer
 from langgraph_latent.kv.opaque import copy_layer, move_layer, tensors_of
 
@@ -192,6 +193,7 @@ class KVTail:
 
     Attributes:
         origin: the state that it continues.
+        claim: on the buffer that is written to; a model call holds it while it writes.
     """
 
     def __init__(self, state: KVState, expected: int) -> None:
@@ -200,8 +202,8 @@ class KVTail:
             buffer = KVBuffer.empty(len(state.kinds))
             buffer.claim(0)
         self.origin = state
-        self._growth = growth = Growth(state, buffer, expected)
-        self._is_open = True
+        self.claim = Claim(buffer)
+        growth = Growth(state, self.claim, expected)
         self._num_fed = state.num_tokens
         self._is_spoiled = False
         layers = [
@@ -238,9 +240,13 @@ class KVTail:
         self._num_fed += num_tokens
 
     def seal(self) -> KVState:
-        """The state of everything appended so far; of a spoiled tail only the one that it continues is left."""
-        origin, buffer = self.origin, self._growth.buffer
-        if self.num_tokens == origin.num_tokens or self._is_spoiled:
+        """The state of everything appended so far; of a spoiled tail only the one that it continues is left.
+
+        Within a model call, of what was complete before it; nothing of it where a layer is opaque.
+        """
+        origin, buffer = self.origin, self.claim.buffer
+        is_half_written = self._is_spoiled or (self.claim.is_writing and any(origin.opaque_layers))
+        if self.num_tokens == origin.num_tokens or is_half_written:
             return origin
         opaque_layers = [
             None if kind.has_tokens else copy_layer(layer)
@@ -257,9 +263,7 @@ class KVTail:
 
     def close(self) -> None:
         """Give the tail back; what was not sealed is forgotten. Nothing may be appended after it."""
-        if self._is_open:
-            self._is_open = False
-            self._growth.buffer.release()
+        self.claim.give_back()
 
     def __enter__(self) -> KVTail:
         return self

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from langgraph_latent.engine.limits import Limits
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import HandleError
 from langgraph_latent.handle.handle import Block, Composition, KVHandle, LatentSteps, Segment
@@ -29,23 +30,30 @@ class Assembled(NamedTuple):
 
 
 def append_blocks(
-    provenance: Composition, ids: Sequence[int], start: KVState, model: ResidentModel, sources: SourceStates
+    provenance: Composition,
+    ids: Sequence[int],
+    start: KVState,
+    model: ResidentModel,
+    sources: SourceStates,
+    limits: Limits,
 ) -> Assembled:
     """`start` with the blocks of a composition appended; `ids` are their token ids. Weights are left to `biases_of`."""
     begin = start.num_tokens
     pieces = _pieces(provenance.blocks, sources)
     with start.append(begin + len(ids)) as tail:
         append_moved(tail, pieces, model.rotations)
-        chosen = _chosen(provenance, ids, start, tail.seal(), model) if provenance.repair else []
+        chosen = _chosen(provenance, ids, start, tail.seal(), model, limits) if provenance.repair else []
         if chosen:
-            model.recompute([ids[index] for index in chosen], [begin + index for index in chosen], tail)
+            model.recompute([ids[index] for index in chosen], [begin + index for index in chosen], tail, limits)
         return Assembled(tail.seal(), len(chosen))
 
 
-def append_latent_steps(provenance: LatentSteps, last: int, start: KVState, model: ResidentModel) -> Assembled:
+def append_latent_steps(
+    provenance: LatentSteps, last: int, start: KVState, model: ResidentModel, limits: Limits
+) -> Assembled:
     """`start` with the token `last` and latent steps appended."""
     with start.append(start.num_tokens + 1 + provenance.steps) as tail:
-        model.think(last, provenance.steps, tail)
+        model.think(last, provenance.steps, tail, limits)
         return Assembled(tail.seal(), 0)
 
 
@@ -64,7 +72,12 @@ def _pieces(blocks: Sequence[Block], sources: SourceStates) -> list[Piece]:
 
 
 def _chosen(
-    provenance: Composition, ids: Sequence[int], start: KVState, moved: KVState, model: ResidentModel
+    provenance: Composition,
+    ids: Sequence[int],
+    start: KVState,
+    moved: KVState,
+    model: ResidentModel,
+    limits: Limits,
 ) -> list[int]:
     """Indices of the tokens that are recomputed; latent steps, which have no token ids, never are."""
     assert provenance.repair is not None
@@ -77,7 +90,7 @@ def _chosen(
         first = first_of_blocks([block.num_tokens for block in provenance.blocks], repair.ratio)
         return sorted(set(first.tolist()).difference(latent))
     layer = [index for index, kind in enumerate(model.kinds) if kind.has_tokens][: EARLY_LAYER + 1][-1]
-    after = model.early_values(ids, start, layer)
+    after = model.early_values(ids, start, layer, limits)
     _, before = moved.buffer.layers[layer].view(start.num_tokens, moved.num_tokens)
     chosen = most_deviating(before[:, :, usable], after[:, :, usable], repair.ratio)
     return [usable[index] for index in chosen.tolist()]

@@ -16,6 +16,7 @@ from langgraph_latent.handle.repair import Repair
 from langgraph_latent.handle.selection import EVERY_KIND, WHOLE, Selection, excerpt_of
 from langgraph_latent.kv.scorers import budget_spans
 from langgraph_latent.prompt.template import TemplateInputs
+from langgraph_latent.workspace.request import Caller
 from langgraph_latent.workspace.services import Services
 
 
@@ -64,7 +65,14 @@ def _rendered_system_prefix(
 
 
 def within_budget(
-    services: Services, handle: KVHandle, num_tokens: int, model: ResidentModel, *, sinks: int, window: int
+    services: Services,
+    handle: KVHandle,
+    num_tokens: int,
+    model: ResidentModel,
+    caller: Caller,
+    *,
+    sinks: int,
+    window: int,
 ) -> KVHandle:
     """A handle of the tokens of a handle's cache that matter most, as `ChatLatent.within_budget` describes it.
 
@@ -74,7 +82,7 @@ def within_budget(
     services.keeper.check(handle)
     if num_tokens >= handle.num_tokens:
         return handle
-    state = services.materializer.whole_state_of(handle, model)
+    state = services.materializer.whole_state_of(handle, model, caller)
     spans = budget_spans(state, num_tokens, sinks=sinks, window=window)
     kept = excerpt_of(handle, Selection(kinds=EVERY_KIND, spans=spans))
     return composed(KVHandle.root(handle.model, handle.tenant), [kept])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,19 @@ class AnswerOptions(NamedTuple):
     streamer: Any = None
 
 
+@contextmanager
+def ended(streamer: Any) -> Iterator[None]:
+    """A block after which a streamer has ended, once and whatever happens: somebody may iterate over it.
+
+    `streamer` is transformers' own, or None.
+    """
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
 class Decoding:
     """An answer under way. Exhaust `parts`, once; then the attributes are final.
 
@@ -65,11 +79,11 @@ class Decoding:
         self._options = options
         self._detokenizer = Detokenizer(model.tokenizer, options.sampling.stop, model.answers.marks(inputs))
         self._reader = model.answers.reader(model.prompts.decode_end(prompt), inputs, seed)
-        processors = [*options.processors]
+        constraint = []
         if options.constraint is not None:
-            processors.append(model.grammars.compile(options.constraint, after=self._reader.closing))
+            constraint.append(model.grammars.compile(options.constraint, after=self._reader.closing))
         defaults = model.model.generation_config
-        self._sampler = Sampler(options.sampling, defaults, model.device, prompt, processors)
+        self._sampler = Sampler(options.sampling, defaults, model.device, prompt, options.processors, constraint)
 
     def parts(self, logits: torch.Tensor, tail: KVTail, slot: RequestSlot) -> Iterator[AnswerPart]:
         """Sample the answer after a tail whose last token gave `logits`, (vocab,); its parts as they are certain.
@@ -102,9 +116,6 @@ class Decoding:
         except BaseException:
             self.finish_reason = "error"
             raise
-        finally:
-            if streamer is not None:
-                streamer.end()
 
     def _tokens(self, logits: torch.Tensor, tail: KVTail, slot: RequestSlot) -> Iterator[int]:
         """The sampled tokens, noted and timed without what their consumer does in between."""

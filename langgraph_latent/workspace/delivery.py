@@ -139,7 +139,7 @@ class Deliverer:
         if not (may_reuse or plan.lead.provenance_digest) or not receiver.spec.capabilities.can("append"):
             return receiver.empty_state(), None
         limit = plan.num_tokens - request.num_fed
-        found = self._materializer.longest_state(plan.lead, plan.prompt.tokens, limit, receiver, request.call_site)
+        found = self._materializer.longest_state(plan.lead, plan.prompt.tokens, limit, receiver, request.caller)
         if found is None:
             return receiver.empty_state(), None
         if not (nbytes := self._materializer.bytes_elsewhere(found, receiver)):
@@ -150,7 +150,7 @@ class Deliverer:
         is_worth_it = estimated is not None and estimated.move_bytes
         if not is_worth_it and not plan.lead.provenance_digest:  # a composed cache can't be made by reading its tokens
             return receiver.empty_state(), None
-        return self._materializer.move(found, receiver, request.call_site)
+        return self._materializer.move(found, receiver, request.caller)
 
     # -- events ---------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,16 @@ from langgraph_latent.events import CallSite, Exported, Ingested, Refused
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.kv import codec
 from langgraph_latent.workspace.assemble import biases_of
+from langgraph_latent.workspace.request import Caller
 from langgraph_latent.workspace.services import Services
 
 
-def export(services: Services, handle: KVHandle, model: ResidentModel, path: str | Path | None) -> bytes | None:
+def export(
+    services: Services, handle: KVHandle, model: ResidentModel, path: str | Path | None, caller: Caller
+) -> bytes | None:
     """Write a handle with its tensors to one file (mode 0600, whole or not at all), or return the bytes."""
     begin = time.perf_counter()
-    blob = codec.encode(handle, services.materializer.state_of(handle, model), model.spec)
+    blob = codec.encode(handle, services.materializer.state_of(handle, model, caller), model.spec)
     if path is not None:
         codec.write_file(Path(path), blob)
     services.keeper.emit(
@@ -44,7 +47,7 @@ def ingest(services: Services, source: str | Path | bytes, model: ResidentModel,
         raise
     services.keeper.check(handle)
     model.check_vocabulary(handle)
-    state, _ = services.materializer.move(state.with_biases(biases_of(handle, model)), model, call_site)
+    state, _ = services.materializer.move(state.with_biases(biases_of(handle, model)), model, Caller(call_site))
     services.keeper.keep(handle, state, model.spec.dtype, call_site)
     services.keeper.emit(
         Ingested.of(

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from langgraph_latent.engine.model import ResidentModel
-from langgraph_latent.engine.scheduler import Limits, RequestSlot
+from langgraph_latent.engine.scheduler import RequestSlot
 from langgraph_latent.events import Decoded, Prefilled
 from langgraph_latent.handle.handle import KVHandle, LatentSteps, Provenance
 from langgraph_latent.handle.message import Message
@@ -41,10 +41,9 @@ class Generation:
 
     decoding: Decoding
 
-    def __init__(self, services: Services, model: ResidentModel, request: Request, limits: Limits) -> None:
+    def __init__(self, services: Services, model: ResidentModel, request: Request) -> None:
         self._deliverer, self._keeper, self._models = services.deliverer, services.keeper, services.models
         self._model = model
-        self._limits = limits
         self._call_site = request.call_site
         self._template_inputs = request.template_inputs
         self._request = request
@@ -93,7 +92,7 @@ class Generation:
         provenance = LatentSteps(steps)
         with self._prefilled(num_left=1) as (tail, _, slot):
             (last,) = unpack_tokens(self._delivery.tokens[-TOKEN_BYTES:])
-            self._model.think(last, steps, tail, slot.check)
+            self._model.think(last, steps, tail, slot.limits)
             self.handle = self._extended(self.handle, "latent", bytes(steps * TOKEN_BYTES), [EMPTY_ANSWER], provenance)
             self._keep(self.handle, tail.seal())
         return self.handle
@@ -149,7 +148,7 @@ class Generation:
         A delivered cache that fails in use is given up for re-reading the whole prompt, where the policy allows it.
         """
         delivery = self._delivery
-        with self._model.scheduler.slot(self._limits) as slot:
+        with self._model.scheduler.slot(self._request.caller.limits) as slot:
             try:
                 tail, logits = self._feed(delivery.missing(num_left), slot)
             except (RuntimeError, MemoryError) as error:  # out of memory among them; our own errors are neither

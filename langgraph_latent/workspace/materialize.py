@@ -5,14 +5,16 @@ It knows handles, states, one model at a time and where states are kept; not rou
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from langgraph_latent.engine.limits import Limits
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import HandleError, ModelMismatchError, UnsupportedLayerError
-from langgraph_latent.events import NOWHERE, CallSite, Composed, Moved, Rebuilt
+from langgraph_latent.events import Composed, Moved, Rebuilt
 from langgraph_latent.handle.handle import Composition, KVHandle, LatentSteps, handles_in
 from langgraph_latent.handle.tokens import TOKEN_BYTES, unpack_tokens
 from langgraph_latent.kv.state import KVState
@@ -22,6 +24,7 @@ from langgraph_latent.spec.spec import ModelSpec
 from langgraph_latent.workspace.assemble import Assembled, append_blocks, append_latent_steps, biases_of
 from langgraph_latent.workspace.keeper import CacheKeeper
 from langgraph_latent.workspace.models import ModelsInUse
+from langgraph_latent.workspace.request import NOBODY, Caller
 
 
 class Availability(NamedTuple):
@@ -40,18 +43,18 @@ class Materializer:
         self._lock = threading.Lock()
         self._composing: dict[tuple[str, bytes], threading.RLock] = {}
 
-    def state_of(self, handle: KVHandle, receiver: ResidentModel) -> KVState:
+    def state_of(self, handle: KVHandle, receiver: ResidentModel, caller: Caller = NOBODY) -> KVState:
         """A handle's state, the pending token's included.
 
         Raises `ModelMismatchError` for a handle of another model, and `HandleError`.
         """
         self._check_for(handle, receiver)
-        return self._state(handle, handle.num_tokens, receiver, NOWHERE)
+        return self._state(handle, handle.num_tokens, receiver, caller)
 
-    def whole_state_of(self, handle: KVHandle, receiver: ResidentModel) -> KVState:
+    def whole_state_of(self, handle: KVHandle, receiver: ResidentModel, caller: Caller) -> KVState:
         """The same with every token in every layer, also those that the windows of an ingested cache have left."""
         self._check_for(handle, receiver)
-        return self._whole_state(handle, receiver, NOWHERE)
+        return self._whole_state(handle, receiver, caller)
 
     def availability(self, handle: KVHandle, spec: ModelSpec, receiver: ResidentModel | None) -> Availability:
         """What of a handle is in the pool, for a receiver of this spec; None where it is not in memory.
@@ -77,7 +80,7 @@ class Materializer:
         return num_tokens
 
     def longest_state(
-        self, handle: KVHandle, tokens: bytes, limit: int, receiver: ResidentModel, call_site: CallSite
+        self, handle: KVHandle, tokens: bytes, limit: int, receiver: ResidentModel, caller: Caller
     ) -> KVState | None:
         """The state that covers most of the first `limit` packed `tokens`, which continue a handle.
 
@@ -90,11 +93,11 @@ class Materializer:
         key = (handle.provenance_digest, handle.tokens[: handle.num_composed * TOKEN_BYTES])
         with self._lock:
             composing = self._composing.setdefault(key, threading.RLock())
-        with composing:  # branches that need the same cache make it once
+        with _holding(composing, caller.limits):  # branches that need the same cache make it once
             found = self._keeper.find(handle, tokens, limit)
             if found and found.num_tokens >= num_composed:
                 return found
-            made = self._composed(handle, receiver, call_site)
+            made = self._composed(handle, receiver, caller)
             self._composing.pop(key, None)
         return made.crop(limit) if limit < made.num_tokens else made
 
@@ -102,7 +105,7 @@ class Materializer:
         """Bytes of a kept state that are on other devices than the receiver's."""
         return state.bytes_elsewhere(receiver.devices) if self._models.has_twins(receiver.spec) else 0
 
-    def move(self, state: KVState, receiver: ResidentModel, call_site: CallSite) -> tuple[KVState, Cost | None]:
+    def move(self, state: KVState, receiver: ResidentModel, caller: Caller) -> tuple[KVState, Cost | None]:
         """The state where the receiver is, and what that took; None where it is there already."""
         if not (nbytes := state.bytes_elsewhere(receiver.devices)):
             return state, None
@@ -114,7 +117,7 @@ class Materializer:
         self._models.note_move(receiver, nbytes, seconds)
         self._keeper.emit(
             Moved(
-                call_site=call_site,
+                call_site=caller.call_site,
                 model=receiver.spec.identity,
                 num_tokens=state.num_tokens,
                 nbytes=nbytes,
@@ -136,33 +139,33 @@ class Materializer:
         if not handle.tokens:
             raise HandleError("a handle of no tokens has no cache; read something first")
 
-    def _state(self, handle: KVHandle, num_tokens: int, receiver: ResidentModel, call_site: CallSite) -> KVState:
+    def _state(self, handle: KVHandle, num_tokens: int, receiver: ResidentModel, caller: Caller) -> KVState:
         """The state of a handle's first `num_tokens` tokens where the receiver is, what is missing computed."""
-        found = self.longest_state(handle, handle.tokens, num_tokens, receiver, call_site)
-        state, _ = self.move(found or receiver.empty_state(), receiver, call_site)
+        found = self.longest_state(handle, handle.tokens, num_tokens, receiver, caller)
+        state, _ = self.move(found or receiver.empty_state(), receiver, caller)
         missing = handle.tokens[state.num_tokens * TOKEN_BYTES : num_tokens * TOKEN_BYTES]
         if len(missing) // TOKEN_BYTES > handle.num_pending:
             self._report_rebuilt(handle, missing, "not in the pool")
-        return _prefilled(state, missing, receiver)
+        return _prefilled(state, missing, receiver, caller.limits)
 
-    def _whole_state(self, handle: KVHandle, receiver: ResidentModel, call_site: CallSite) -> KVState:
+    def _whole_state(self, handle: KVHandle, receiver: ResidentModel, caller: Caller) -> KVState:
         """The state of a handle with every token in every layer, as moving needs it.
 
         An ingested one may lack tokens that its windows have left; it is computed again.
         """
-        state = self._state(handle, handle.num_tokens, receiver, call_site)
+        state = self._state(handle, handle.num_tokens, receiver, caller)
         if state.has_tokens_from(0):
             return state
-        made = self._composed(handle, receiver, call_site) if handle.num_composed else receiver.empty_state()
+        made = self._composed(handle, receiver, caller) if handle.num_composed else receiver.empty_state()
         missing = handle.tokens[made.num_tokens * TOKEN_BYTES :]
         self._report_rebuilt(handle, missing, "past its windows")
-        return _prefilled(made, missing, receiver)
+        return _prefilled(made, missing, receiver, caller.limits)
 
     def _report_rebuilt(self, handle: KVHandle, missing: bytes, reason: str) -> None:
         num_tokens = len(missing) // TOKEN_BYTES
         self._keeper.emit(Rebuilt(handle=handle.id, model=handle.model, num_tokens=num_tokens, reason=reason))
 
-    def _composed(self, handle: KVHandle, receiver: ResidentModel, call_site: CallSite) -> KVState:
+    def _composed(self, handle: KVHandle, receiver: ResidentModel, caller: Caller) -> KVState:
         """The state up to the last of a handle's segments that was not read in its place, kept for others."""
         if refusal := facts_of(handle, receiver.spec).move_refusal:
             raise UnsupportedLayerError(f"the caches of {receiver.spec.name!r} can't be composed: {refusal}; re-read")
@@ -170,13 +173,13 @@ class Materializer:
         begin = time.perf_counter()
         number = max(index for index, segment in enumerate(handle.segments) if segment.provenance)
         made_handle = handle.first(number + 1)
-        made = self._add_last_segment(made_handle, handle.first(number), receiver, call_site)
+        made = self._add_last_segment(made_handle, handle.first(number), receiver, caller)
         state = made.state.with_biases(biases_of(made_handle, receiver))
         segment = made_handle.segments[-1]
         self._keeper.emit(
             Composed.of(
                 made_handle,
-                call_site,
+                caller.call_site,
                 num_tokens=segment.num_tokens,
                 nbytes=state.nbytes,
                 duration_s=time.perf_counter() - begin,
@@ -184,33 +187,44 @@ class Materializer:
                 num_repaired=made.num_repaired,
             )
         )
-        self._keeper.restore(made_handle, state, call_site)
+        self._keeper.restore(made_handle, state, caller.call_site)
         return state
 
     def _add_last_segment(
-        self, handle: KVHandle, before: KVHandle, receiver: ResidentModel, call_site: CallSite
+        self, handle: KVHandle, before: KVHandle, receiver: ResidentModel, caller: Caller
     ) -> Assembled:
         """The state of a handle whose last segment has a provenance; `before` is the handle without that segment."""
         provenance = handle.segments[-1].provenance
         if isinstance(provenance, LatentSteps):
             if not before.tokens:
                 raise HandleError(f"handle {handle.id} has latent steps after nothing; read something first")
-            start = self._state(before, before.num_tokens - 1, receiver, call_site)
-            return append_latent_steps(provenance, unpack_tokens(before.tokens)[-1], start, receiver)
+            start = self._state(before, before.num_tokens - 1, receiver, caller)
+            return append_latent_steps(provenance, unpack_tokens(before.tokens)[-1], start, receiver, caller.limits)
         assert isinstance(provenance, Composition)
-        start = self._state(before, before.num_tokens, receiver, call_site)
+        start = self._state(before, before.num_tokens, receiver, caller)
         ids = unpack_tokens(handle.tokens[before.num_tokens * TOKEN_BYTES :])
         sources: Mapping[str, KVState] = {
-            each.id: self._whole_state(each, receiver, call_site) for each in handles_in(provenance)
+            each.id: self._whole_state(each, receiver, caller) for each in handles_in(provenance)
         }
-        return append_blocks(provenance, ids, start, receiver, sources)
+        return append_blocks(provenance, ids, start, receiver, sources, caller.limits)
 
 
-def _prefilled(state: KVState, missing: bytes, receiver: ResidentModel) -> KVState:
+@contextlib.contextmanager
+def _holding(lock: threading.RLock, limits: Limits) -> Iterator[None]:
+    """Hold a lock; whoever waits for it leaves when its limits say so."""
+    while not lock.acquire(timeout=limits.pause_s):
+        limits.check()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _prefilled(state: KVState, missing: bytes, receiver: ResidentModel, limits: Limits) -> KVState:
     """A state with packed tokens appended."""
     if not missing:
         return state
     ids = unpack_tokens(missing)
-    with state.append(state.num_tokens + len(ids)) as tail:
-        receiver.prefill(ids, tail)
+    with receiver.scheduler.slot(limits.of_a_part()) as slot, state.append(state.num_tokens + len(ids)) as tail:
+        receiver.prefill(ids, tail, slot)
         return tail.seal()

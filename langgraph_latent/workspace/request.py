@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from langgraph_latent.events import CallSite
+from langgraph_latent.engine.limits import NO_LIMITS, Limits
+from langgraph_latent.events import NOWHERE, CallSite
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.handle.message import Message
 from langgraph_latent.handle.tokens import TOKEN_BYTES
@@ -24,6 +25,17 @@ EMPTY_ANSWER: Message = {"role": "assistant", "content": ""}
 """Stands for latent steps, which have no text."""
 
 
+class Caller(NamedTuple):
+    """Who waits for work: where in a graph it is asked for, and what the caller puts up with."""
+
+    call_site: CallSite = NOWHERE
+    limits: Limits = NO_LIMITS
+
+
+NOBODY = Caller()
+"""Of work that no request waits for."""
+
+
 class Request(NamedTuple):
     """What a chat model asks for.
 
@@ -33,7 +45,7 @@ class Request(NamedTuple):
         handles: what is inherited.
         reply: whether the prompt goes on to where an answer begins.
         reuse: whether kept caches may be used.
-        call_site: where in a graph it is asked for.
+        caller: who waits for it.
     """
 
     messages: Sequence[Message]
@@ -41,7 +53,12 @@ class Request(NamedTuple):
     handles: Sequence[KVHandle]
     reply: bool
     reuse: bool
-    call_site: CallSite
+    caller: Caller = NOBODY
+
+    @property
+    def call_site(self) -> CallSite:
+        """Where in a graph it is asked for."""
+        return self.caller.call_site
 
     @property
     def num_fed(self) -> int:
