@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,18 @@ MAX_THREADS = 64
 """Calls at a time; further ones wait for a thread. Threads are made when needed and then kept."""
 
 T = TypeVar("T")
-_threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="langgraph-latent")
 _END = object()
+
+
+def _start_again() -> None:
+    """Now, and in a forked process, which has none of its parent's threads."""
+    global _threads
+    _threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="langgraph-latent")
+
+
+_start_again()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_again)
 
 
 async def in_thread(work: Callable[[threading.Event], T]) -> T:

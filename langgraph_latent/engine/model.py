@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import inspect
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -88,6 +89,7 @@ class ResidentModel:
         self._empty_layers = empty_layers(model.config)
         self.prompts = PromptWriter(tokenizer, name)
         self._lock = threading.RLock()
+        _models.add(self)
         attention = str(model.config.get_text_config()._attn_implementation)
         # models that keep more than keys and values choose by the attention's name what they compute
         self.has_packed_attention = all(
@@ -443,6 +445,19 @@ class ModelCall(NamedTuple):
     arguments: Mapping[str, Any]
     writes: Sequence[tuple[KVTail, int]] = ()
     limits: Limits = NO_LIMITS
+
+
+_models: weakref.WeakSet[ResidentModel] = weakref.WeakSet()
+
+
+def _unlock_all() -> None:
+    """In a forked process: whoever held a lock there was a thread of its parent."""
+    for model in _models:
+        model._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_all)
 
 
 def _alive(model: ResidentModel | None) -> ResidentModel:
