@@ -18,6 +18,7 @@ MAX_THREADS = 64
 
 T = TypeVar("T")
 _END = object()
+_threads: ThreadPoolExecutor
 
 
 def _start_again() -> None:
