@@ -168,9 +168,9 @@ class CachePool:
         """Drop everything, pinned or not; returns every handle id that lost its tensors."""
         with self._lock:
             lost = list(self._handles)
-            for index in (self._indexes, self._buffers, self._handles, self._owners):
-                index.clear()
-            self._opaque_nbytes = 0
+            for entry in self._entries():  # one by one: entries and their nodes refer to each other
+                self._remove(entry)
+            self._indexes.clear()
             return lost
 
     def close(self) -> list[str]:
