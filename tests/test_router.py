@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from langchain_core.messages import HumanMessage
+from langchain_core.messages import HumanMessage, SystemMessage
 
 from langgraph_latent import ChatLatent, EdgePolicy, EdgeRouter, KVHandle, LatentWorkspace, ModelSpec
 from langgraph_latent.errors import ConfigError, RouteError, TenantError
-from langgraph_latent.events import Delivered, FellBack, Moved, Prefilled, Rebuilt, Routed
+from langgraph_latent.events import Delivered, Diverged, FellBack, Moved, Prefilled, Rebuilt, Routed
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.prompt.template import TemplateInputs
 from langgraph_latent.router import codes
@@ -838,3 +838,57 @@ def test_what_is_refused_in_use_is_refused_in_an_explanation(tiny_chat: ChatLate
     stranger = KVHandle.root(tiny_chat.spec.identity, "somebody").extend("prompt", "", b"\0" * 8, [], 1)
     with pytest.raises(TenantError):
         ws.explain(stranger, tiny_chat)
+
+
+# -- what a template leaves of a handle --------------------------------------------------------------------------
+
+
+def get_weather(city: str) -> str:
+    """The weather in a city."""
+    return city
+
+
+STRICT = (
+    EdgePolicy(allow=frozenset({Level.EXACT}), on_failure="raise"),
+    EdgePolicy(allow=frozenset({Level.EXACT})),
+    EdgePolicy(route=Route.CACHE),
+)
+
+
+@pytest.mark.parametrize("policy", STRICT)
+def test_an_edge_that_forbids_text_is_refused_where_tools_rewrite_the_prompt(
+    tiny_folder: Callable[..., Path], policy: EdgePolicy
+) -> None:
+    """One token stays of what was read without tools: that is no cache edge, and text is not allowed."""
+    with LatentWorkspace(router=EdgeRouter(default=policy)) as ws:
+        chat = ChatLatent(model=str(tiny_folder("llama")), workspace=ws, max_tokens=4)
+        doc = chat.read("the team that reads the report hands over what it knows")
+        assert chat.invoke("and?", inherit=doc).response_metadata["kv_route"]["level"] == 0
+        with pytest.raises(RouteError, match=r"1 of \d+ tokens stay.*re-read as text.*Allow Level.TEXT"):
+            chat.bind_tools([get_weather]).invoke("and?", inherit=doc)
+        ws.evict(doc)
+        assert chat.invoke("and?", inherit=doc).response_metadata["kv_route"]["level"] == 0
+
+
+def test_an_edge_is_a_cache_edge_from_half_of_its_handle_on(tiny_folder: Callable[..., Path]) -> None:
+    """The template cuts the last message it has read once another follows: more stays, the longer the first one is."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{{ m['content'] if loop.last or loop.first else m['content'][:3] }}<|im_end|>\n{% endfor %}"
+    )
+    levels = set()
+    with LatentWorkspace() as ws:
+        chat = ChatLatent(model=str(tiny_folder("llama", template=template)), workspace=ws, max_tokens=4)
+        for size in range(0, 200, 20):
+            doc = chat.read([SystemMessage("x" * size), HumanMessage("the report that everybody reads " * 4)])
+            for is_gone in (False, True):
+                if is_gone:
+                    ws.evict(doc)
+                reply = chat.invoke("and?", inherit=doc)
+                route = reply.response_metadata["kv_route"]
+                diverged = [each for each in ws.tracer.events if isinstance(each, Diverged)][-1]
+                is_half = 2 * diverged.num_tokens >= doc.num_tokens
+                assert (route["route"], route["level"]) == (("cache", 0) if is_half else ("text", 4))
+                assert route["code"] == "diverged"
+                levels.add(route["level"])
+    assert levels == {0, 4}

@@ -88,12 +88,13 @@ class RouteDecision:
     def diverged(self, num_kept: int, num_reused: int, num_inherited: int, crop_refusal: str = "") -> RouteDecision:
         """The decision where the rendered prompt keeps only the first tokens of what is inherited.
 
-        Fewer are reused than stay where no state ends there and none can be cropped to it; `crop_refusal` says why.
+        Fewer are reused than stay where no state ends there and none can be cropped to it; `crop_refusal` says why. An
+        edge on which less than half is reused is a text edge.
         """
         reason = f"the template rewrites what is inherited: {num_kept} of {num_inherited} tokens stay"
         if num_reused < num_kept:
             reason += f", {num_reused} are reused" + (f": {crop_refusal}" if crop_refusal else "")
-        if not num_reused:
+        if 2 * num_reused < num_inherited:
             return RouteDecision(Route.TEXT, Level.TEXT, "diverged", reason, self.compatibility)
         return replace(self, code="diverged", reason=reason)
 

@@ -15,7 +15,7 @@
 | `not_movable` | this model, or another edge, does not let the blocks be moved | inherit one handle |
 | `no_latent_steps` | the handle has latent steps and the edge takes none | `latent_steps=True`, and measure parity |
 | `too_long` | the handle has more tokens than the policy takes; no route is left | pass a summary, raise the limit |
-| `diverged` | the chat template rewrites inherited messages; at most the tokens before them are reused | nothing |
+| `diverged` | the template rewrites what is inherited; from half of it on, what stays is a cache edge | equal tools |
 | `failed` | the cache could not be used and its messages are re-read | read the reason; the trace has the error |
 """
 

@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 
 from langgraph_latent.engine.model import ResidentModel
-from langgraph_latent.errors import RouteError
 from langgraph_latent.events import Delivered, Diverged, FellBack, Rebuilt, Reworded
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.kv.buffer import capacity_for
@@ -96,14 +95,10 @@ class Deliverer:
         plan = self._with_prompt(receiver, request, Plan(edges, lead, messages, root))
         if not lead.provenance_digest or plan.prompt.num_inherited == lead.num_tokens:
             return plan
-        # a composed cache is reused in full or not at all
-        if not edges[0].policy.may_read:
-            raise RouteError(
-                f"the template renders handle {lead.id} otherwise, and the edge's policy forbids to re-read it"
-            )
+        edges = plan.diverged(0, "a composed cache is reused in full or not at all").edges
         num_kept, num_inherited = plan.prompt.num_inherited, lead.num_tokens
         self._keeper.emit(Diverged.of(lead, request.call_site, num_tokens=num_kept, num_inherited=num_inherited))
-        return self._as_text(receiver, request, plan)._replace(edges=plan.diverged(0).edges)
+        return self._as_text(receiver, request, plan)._replace(edges=edges)
 
     def _with_prompt(self, receiver: ResidentModel, request: Request, plan: Plan) -> Plan:
         """A plan with its prompt, which is rendered and checked here."""

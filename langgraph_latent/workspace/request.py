@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from langgraph_latent.engine.limits import NO_LIMITS, Limits
+from langgraph_latent.errors import RouteError
 from langgraph_latent.events import NOWHERE, CallSite
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.handle.message import Message
@@ -101,10 +102,21 @@ class Plan(NamedTuple):
         return all(edge.policy.may_fall_back for edge in self.edges)
 
     def diverged(self, num_cached: int, crop_refusal: str = "") -> Plan:
-        """The plan where the prompt keeps only the first tokens of the lead, of which so many are cached."""
+        """The plan where the prompt keeps only the first tokens of the lead.
+
+        Where a cache can't be cropped to them, only those are reused of which so many are cached. Raises `RouteError`
+        where that makes it a text edge and its policy forbids text.
+        """
         num_kept, num_inherited = self.prompt.num_inherited, self.lead.num_tokens
+        num_reused = min(num_kept, num_cached) if crop_refusal else num_kept
         first, *others = self.edges
-        decision = first.decision.diverged(num_kept, min(num_kept, num_cached), num_inherited, crop_refusal)
+        decision = first.decision.diverged(num_kept, num_reused, num_inherited, crop_refusal)
+        if decision.route is Route.TEXT and not first.policy.may_read:
+            raise RouteError(
+                f"no route: {decision.reason}, so handle {self.lead.id} would be re-read as text, and "
+                f"{first.policy.text_refusal}. Allow Level.TEXT, or inherit under the tools and template options with "
+                "which it was made."
+            )
         return self._replace(edges=[first._replace(decision=decision), *others], lead=self.root)
 
 
