@@ -104,12 +104,12 @@ class Plan(NamedTuple):
     def diverged(self, num_cached: int, crop_refusal: str = "") -> Plan:
         """The plan where the prompt keeps only the first tokens of the lead.
 
-        Where a cache can't be cropped to them, only those are reused of which so many are cached. Raises `RouteError`
-        where that makes it a text edge and its policy forbids text.
+        Of these, so many are cached; the others are read, or computed again for the cache where text is forbidden.
+        Raises `RouteError` where the rest is too little for a cache edge, or can't be one alone (`crop_refusal`).
         """
         num_kept, num_inherited = self.prompt.num_inherited, self.lead.num_tokens
-        num_reused = min(num_kept, num_cached) if crop_refusal else num_kept
         first, *others = self.edges
+        num_reused = num_kept if not (first.policy.may_read or crop_refusal) else min(num_kept, num_cached)
         decision = first.decision.diverged(num_kept, num_reused, num_inherited, crop_refusal)
         if decision.route is Route.TEXT and not first.policy.may_read:
             raise RouteError(
