@@ -883,7 +883,7 @@ def test_an_edge_is_a_cache_edge_from_half_of_its_handle_on(tiny_folder: Callabl
             doc = chat.read([SystemMessage("x" * size), HumanMessage("x" * 100)])
             for is_gone in (False, True):
                 if is_gone:
-                    ws.evict(doc)
+                    ws.pool.clear()
                 reply = chat.invoke("and?", inherit=doc)
                 route = reply.response_metadata["kv_route"]
                 diverged = [each for each in ws.tracer.events if isinstance(each, Diverged)][-1]
