@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -277,6 +278,29 @@ def test_a_pinned_cache_stays_until_it_is_unpinned_as_often() -> None:
     pool.check_integrity()
 
 
+@pytest.mark.parametrize("ttl_s", [None, 3600])
+def test_a_pin_follows_its_handle_to_other_tokens_and_back_from_nothing(ttl_s: float | None) -> None:
+    """The handle's cache is put again: longer, as an ingested one is, or rebuilt after it failed in use."""
+    pool = pool_for(3)
+    put(pool, ids_of(0), "kept")
+    assert pool.pin("kept", ttl_s)
+    state = state_of(ids_of(0, 95))
+    pool.put(HOME, pack_tokens(ids_of(0, 95)), state, "kept")
+    assert pool.size_info().num_pinned == 1
+    pool.drop_storage(state)
+    assert pool.size_info().num_pinned == 0
+    put(pool, ids_of(0, 95), "kept")
+    for name in range(1, 6):
+        put(pool, ids_of(name), f"h{name}")
+    assert pool.has("kept")
+    pool.unpin("kept")
+    assert pool.size_info().num_pinned == 0
+    for name in range(6, 9):
+        put(pool, ids_of(name), f"h{name}")
+    assert not pool.has("kept")
+    pool.check_integrity()
+
+
 def test_a_pin_with_a_time_limit_ends_by_itself() -> None:
     pool = pool_for(2)
     put(pool, ids_of(0), "kept")
@@ -425,7 +449,7 @@ walks = st.lists(
 def pinned_bytes(pool: CachePool) -> int:
     """Storage that pins hold: what may exceed the budget."""
     groups = pool._buffers.items()
-    return sum(next(iter(group)).state.buffer.nbytes for _, group in groups if any(entry.is_pinned for entry in group))
+    return sum(next(iter(group)).state.buffer.nbytes for _, group in groups if any(map(pool._is_pinned, group)))
 
 
 @settings(max_examples=150, deadline=None)
@@ -433,7 +457,7 @@ def pinned_bytes(pool: CachePool) -> int:
 def test_any_walk_keeps_books_and_budget_and_answers_with_the_right_keys(
     walk: list[tuple[str, int, int]], room: int
 ) -> None:
-    pool = pool_for(room)
+    pool, pins = pool_for(room), Counter[str]()
     for number, (what, name, length) in enumerate(walk):
         ids, handle, owner = ids_of(name, length), f"h{name}-{length % 3}", f"t{length % 3}"
         had_pins = pool.size_info().num_pinned > 0
@@ -458,6 +482,7 @@ def test_any_walk_keeps_books_and_budget_and_answers_with_the_right_keys(
                 assert torch.equal(found.layer(0)[0], keys_of(ids)[:, :, : found.num_tokens])
         elif what == "pin":
             assert pool.pin(handle) == pool.has(handle)
+            pins[handle] += 1
         elif what == "pin_ttl":
             pool.pin(handle, ttl_s=0.0001)
         elif what == "unpin":
@@ -473,6 +498,11 @@ def test_any_walk_keeps_books_and_budget_and_answers_with_the_right_keys(
         if what == "put":
             assert info.used_bytes == actual or had_pins
         assert info.used_bytes <= max(info.budget_bytes, pinned_bytes(pool))
+    for handle in pins.elements():
+        pool.unpin(handle)
+    time.sleep(0.0002)  # no pin with a time limit was longer
+    assert pool.size_info().num_pinned == 0
+    assert pool.size_info().used_bytes <= pool.budget_bytes
     pool.clear()
     pool.check_integrity()
 

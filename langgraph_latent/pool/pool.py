@@ -51,12 +51,18 @@ class Entry:
     owners: set[str] = field(default_factory=set)
     opaque_nbytes: int = 0
     last_used: int = 0
-    pins: int = 0
-    pinned_until: float = 0.0
+
+
+@dataclass
+class Pin:
+    """How often a handle is pinned, and until when at least. It outlives the entry: a rebuilt cache is pinned again."""
+
+    count: int = 0
+    until: float = 0.0
 
     @property
-    def is_pinned(self) -> bool:
-        return self.pins > 0 or self.pinned_until > time.monotonic()
+    def is_active(self) -> bool:
+        return self.count > 0 or self.until > time.monotonic()
 
 
 class CachePool:
@@ -70,6 +76,7 @@ class CachePool:
         self._buffers: dict[int, set[Entry]] = {}
         self._handles: dict[str, Entry] = {}
         self._owners: dict[str, set[Entry]] = {}
+        self._pins: dict[str, Pin] = {}
         self._is_closed = False
         self._clock = itertools.count(1)
         self._opaque_nbytes = 0
@@ -123,28 +130,34 @@ class CachePool:
     def pin(self, handle: str, ttl_s: float | None = None) -> bool:
         """Keep a handle's tensors from eviction, for `ttl_s` seconds or until `unpin`; False when they are gone."""
         with self._lock:
-            entry = self._handles.get(handle)
-            if entry is None:
+            if handle not in self._handles:
                 return False
+            pin = self._pins.setdefault(handle, Pin())
             if ttl_s is None:
-                entry.pins += 1
+                pin.count += 1
             else:
-                entry.pinned_until = max(entry.pinned_until, time.monotonic() + ttl_s)
+                pin.until = max(pin.until, time.monotonic() + ttl_s)
             return True
 
     def unpin(self, handle: str) -> list[str]:
         """Undo one `pin` without a time limit, and all with one; returns the ids that then lost their tensors."""
         with self._lock:
-            entry = self._handles.get(handle)
-            if entry is None:
+            pin, entry = self._pins.get(handle), self._handles.get(handle)
+            if pin is None:
                 return []
-            entry.pins = max(0, entry.pins - 1)
-            entry.pinned_until = 0.0
-            return self._shrink(keep=entry)
+            pin.count, pin.until = max(0, pin.count - 1), 0.0
+            if not pin.is_active:
+                del self._pins[handle]
+            return self._shrink(keep=entry) if entry else []
+
+    def _is_pinned(self, entry: Entry) -> bool:
+        pins = [self._pins[handle] for handle in entry.handles if handle in self._pins] if self._pins else []
+        return any(pin.is_active for pin in pins)
 
     def drop(self, handle: str) -> list[str]:
-        """Let go of a handle's tensors, pinned or not; returns every handle id that lost its tensors."""
+        """Let go of a handle's tensors and pins; returns every handle id that lost its tensors."""
         with self._lock:
+            self._pins.pop(handle, None)
             entry = self._handles.get(handle)
             return self._remove(entry) if entry else []
 
@@ -160,7 +173,7 @@ class CachePool:
             lost: list[str] = []
             for entry in self._owners.pop(owner, ()):
                 entry.owners.discard(owner)
-                if not entry.owners and not entry.is_pinned:
+                if not entry.owners and not self._is_pinned(entry):
                     lost += self._remove(entry)
             return lost
 
@@ -171,6 +184,7 @@ class CachePool:
             for entry in self._entries():  # one by one: entries and their nodes refer to each other
                 self._remove(entry)
             self._indexes.clear()
+            self._pins.clear()
             return lost
 
     def close(self) -> list[str]:
@@ -182,7 +196,7 @@ class CachePool:
     def size_info(self) -> PoolInfo:
         with self._lock:
             entries = self._entries()
-            pinned = sum(entry.is_pinned for entry in entries)
+            pinned = sum(self._is_pinned(entry) for entry in entries)
             return PoolInfo(self.budget_bytes, self._used_bytes(), len(entries), len(self._buffers), pinned)
 
     def check_integrity(self) -> None:
@@ -246,7 +260,7 @@ class CachePool:
         candidates = [
             Candidate(key, _nbytes(group), max(entry.last_used for entry in group))
             for key, group in self._buffers.items()
-            if keep not in group and not any(entry.is_pinned for entry in group)
+            if keep not in group and not any(self._is_pinned(entry) for entry in group)
         ]
         for candidate in self._policy.order(candidates):
             if self._used_bytes() <= self.budget_bytes:
@@ -254,7 +268,7 @@ class CachePool:
             for entry in list(self._buffers[candidate.key]):
                 lost += self._remove(entry)
         group = self._buffers[id(keep.state.buffer)]
-        if self._used_bytes() > self.budget_bytes and not any(entry.is_pinned for entry in group):
+        if self._used_bytes() > self.budget_bytes and not any(self._is_pinned(entry) for entry in group):
             for entry in list(group):
                 lost += self._remove(entry)
         return lost
@@ -268,6 +282,8 @@ class CachePool:
             del self._buffers[key]
         for handle in entry.handles:
             del self._handles[handle]
+            if handle in self._pins and not self._pins[handle].is_active:
+                del self._pins[handle]
         for owner in entry.owners:
             self._owners[owner].discard(entry)
             if not self._owners[owner]:
