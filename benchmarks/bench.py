@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
@@ -175,7 +175,7 @@ class Stock:
 
     def __init__(self, model: ResidentModel) -> None:
         shared = {id(tensor): tensor for tensor in (*model.model.parameters(), *model.model.buffers())}
-        self.model: Any = copy.deepcopy(model.model, shared)
+        self.model = cast(Any, copy.deepcopy(model.model, shared))
         self.model.set_attn_implementation(model.spec.attention)
         generate = self.model.generate
         self.model.generate = lambda *call, **options: cpu_thread.run(lambda: generate(*call, **options))

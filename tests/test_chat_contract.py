@@ -7,7 +7,6 @@ import copy
 import operator
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
@@ -330,14 +329,12 @@ def test_construction_touches_no_file_and_loads_nothing(
 ) -> None:
     folder = str(tiny_folder("llama"))
     ChatLatent(model=folder)
-    begin = time.process_time()
     with file_accesses(monkeypatch) as seen:
         chats = [ChatLatent(model=folder, temperature=0.5, stop=["x"]) for _ in range(1000)]
         assert not seen
         open(__file__).close()
         Path(__file__).exists()
         assert len(seen) >= 2  # it would have been noticed
-    assert time.process_time() - begin < 5
     assert {chat._lease.workspace for chat in chats} == {None}
 
 

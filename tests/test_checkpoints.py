@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from langgraph.types import Command, interrupt
 from typing_extensions import TypedDict
 
 from langgraph_latent import ChatLatent, KVHandle, LatentChannel, LatentNode, LatentState, LatentWorkspace
-from langgraph_latent.events import Prefilled, Produced, Rebuilt
+from langgraph_latent.events import Decoded, Prefilled, Produced, Rebuilt
 
 ROOT = Path(__file__).parent.parent
 LOOP = ROOT / "examples" / "checkpointed_loop.py"
@@ -298,20 +297,22 @@ def test_a_scope_leaves_no_cache_behind_with_a_checkpointer_or_without(
     tiny_chat.invoke([HumanMessage("and then?")], inherit=handle)
 
 
-def test_a_pin_outlives_scope_release_and_budget_until_its_time_is_over(tiny_folder: Callable[..., Path]) -> None:
+def test_a_pin_outlives_scope_release_and_budget_until_its_time_is_over(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Field case 65."""
     with LatentWorkspace(memory="60kB") as ws:
         chat = ChatLatent(model=str(tiny_folder("llama")), workspace=ws, max_tokens=12)
         graph = read_and_answer(chat).compile(checkpointer=InMemorySaver())
         with ws.scope():
             handle = graph.invoke({"report": "the report"}, on_thread())["latent"]
-            assert ws.pin(handle, ttl_s=0.5)
+            assert ws.pin(handle, ttl_s=1000)
         ws.release("1")
         for number in range(4):
             chat.read([HumanMessage(f"{number} {REPORT}")])
         assert ws.pool.has(handle.id)
         assert ws.size_info().pool.num_pinned == 1
-        time.sleep(0.6)
+        monkeypatch.setattr(ws.pool, "_clock", lambda: time.monotonic() + 1000)
         for number in range(4):
             chat.read([HumanMessage(f"{number} {REPORT}")])
         assert not ws.pool.has(handle.id)
@@ -355,20 +356,37 @@ def loop(model: Path, db: Path, thread: str, **options: int) -> list[str]:
     return [sys.executable, str(LOOP), *(text for name, value in named.items() for text in (f"--{name}", str(value)))]
 
 
-def run_and_kill(command: list[str], after_steps: int, then_s: float) -> list[str]:
-    """Start the loop and SIGKILL it `then_s` seconds after it printed `after_steps` steps; what it printed."""
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    lines: list[str] = []
-    with process.stdout:
-        while sum(line.startswith("[") for line in lines) < after_steps:
-            lines.append(process.stdout.readline())
-            assert lines[-1], "the loop ended before it was to be killed"
-        time.sleep(then_s)
-        process.send_signal(signal.SIGKILL)
-        lines += process.stdout.readlines()
-    assert process.wait() == -signal.SIGKILL
-    return lines
+KILLED_LOOP = """
+import os, runpy, signal, sys
+from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph_latent.engine.scheduler import RequestSlot
+
+script, moments_left = sys.argv.pop(1), int(sys.argv.pop(1))
+
+def counted(method):
+    def call(*args, **kwargs):
+        global moments_left
+        moments_left -= 1
+        if moments_left < 0:
+            sys.stdout.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(*args, **kwargs)
+    return call
+
+for owner, name in ((RequestSlot, "feed"), (SqliteSaver, "put"), (SqliteSaver, "put_writes")):
+    setattr(owner, name, counted(getattr(owner, name)))
+runpy.run_path(script, run_name="__main__")
+"""
+"""The loop; it sends itself SIGKILL when it is about to begin a model call, or a write, for the n-th time."""
+
+
+def run_and_kill(command: list[str], moment: int) -> list[str]:
+    """Run the loop until SIGKILL ends it at its n-th model call or write; what it printed."""
+    python, script, *options = command
+    killed = [python, "-c", KILLED_LOOP, script, str(moment), *options]
+    result = subprocess.run(killed, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    return result.stdout.splitlines()
 
 
 def test_loop_killed_again_and_again_ends_as_if_nothing_had_happened(
@@ -378,10 +396,9 @@ def test_loop_killed_again_and_again_ends_as_if_nothing_had_happened(
     builder = example.build(ChatLatent(model=str(model), workspace=ws, max_tokens=40), rounds)
     undisturbed = builder.compile().invoke({"round": 0}, {"recursion_limit": 2 * rounds + 1})
     command = loop(model, db, "1", rounds=rounds)
-    chance = random.Random(7)
-    for number in range(2):
-        said = run_and_kill(command, after_steps=chance.randint(1, 4), then_s=chance.uniform(0, 0.1))
-        assert said[0].startswith("resuming") is (number > 0)
+    for moment in (60, 111):
+        said = run_and_kill(command, moment)
+        assert said[0].startswith("resuming") is (moment > 60)
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("resuming '1' before")
@@ -400,7 +417,9 @@ def test_loop_killed_on_the_real_model_is_finished_by_another_process(
     undisturbed = builder.compile().invoke({"round": 0})
     for handle in {event.handle for event in ws.tracer.events if isinstance(event, Produced)}:
         ws.evict(ws.handle(handle))
-    run_and_kill(loop(Path(smol_chat.model), db, "1", **{"rounds": 2, "max-tokens": smol_chat.max_tokens}), 1, 0.3)
+    command = loop(Path(smol_chat.model), db, "1", **{"rounds": 2, "max-tokens": smol_chat.max_tokens})
+    first, second, _ = (event.num_tokens for event in ws.tracer.events if isinstance(event, Decoded))
+    run_and_kill(command, moment=first + second // 2)
     with SqliteSaver.from_conn_string(str(db)) as saver:
         resumed = builder.compile(checkpointer=saver).invoke(None, on_thread())
     assert resumed == undisturbed

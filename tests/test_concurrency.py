@@ -426,11 +426,17 @@ async def test_a_timeout_of_asyncio_stops_the_generation(
     tiny_chat: ChatLatent, ws: LatentWorkspace, spy: Spy, loop_errors: list[Any]
 ) -> None:
     watch(loop_errors)
+    spy.hold(5)
+    task = asyncio.create_task(tiny_chat.ainvoke(STORY, max_tokens=1900))
+    await until(spy.held.is_set)
+    waiting = asyncio.create_task(asyncio.wait_for(task, timeout=0.001))
+    await asyncio.sleep(0.1)  # the time is over, whatever else there was to do
+    spy.go.set()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(tiny_chat.ainvoke(STORY, max_tokens=1900), timeout=0.1)
+        await waiting
     assert spy.scheduler.num_requests == 0
     (ended,) = [event for event in ws.tracer.events if isinstance(event, Decoded)]
-    assert (ended.finish_reason, ended.num_tokens < 1900) == ("cancelled", True)
+    assert (ended.finish_reason, len(spy.sizes)) == ("cancelled", 5)
 
 
 @pytest.mark.parametrize("how", ["aclose", "break", "cancel"])

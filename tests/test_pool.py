@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 import weakref
 from collections import Counter
 
@@ -64,6 +63,12 @@ ONE = capacity_for(20) * TOKEN_BYTES
 
 def pool_for(num_states: float) -> CachePool:
     return CachePool(int(num_states * ONE))
+
+
+def pool_and_clock(num_states: float) -> tuple[CachePool, list[float]]:
+    """A pool, and the seconds that its clock shows, in a list of one."""
+    now = [0.0]
+    return CachePool(int(num_states * ONE), clock=lambda: now[0]), now
 
 
 # -- finding ---------------------------------------------------------------------------------------------------------
@@ -212,7 +217,7 @@ def test_a_grown_chain_evicts_what_its_own_buffer_can_not_spare() -> None:
 
 def test_the_budget_holds_again_once_pins_that_exceeded_it_end() -> None:
     for undo in ("unpin", "ttl"):
-        pool = pool_for(2)
+        pool, now = pool_and_clock(2)
         put(pool, ids_of(1), "a")
         state = state_of(ids_of(0))
         pool.put(HOME, pack_tokens(ids_of(0)), state, "b")
@@ -226,7 +231,7 @@ def test_the_budget_holds_again_once_pins_that_exceeded_it_end() -> None:
             pool.unpin("a")
             pool.unpin("b")
         else:
-            time.sleep(0.25)
+            now[0] += 0.25
         pool.check_integrity()
         put(pool, ids_of(5), "next")
         pool.check_integrity()
@@ -302,13 +307,13 @@ def test_a_pin_follows_its_handle_to_other_tokens_and_back_from_nothing(ttl_s: f
 
 
 def test_a_pin_with_a_time_limit_ends_by_itself() -> None:
-    pool = pool_for(2)
+    pool, now = pool_and_clock(2)
     put(pool, ids_of(0), "kept")
     assert pool.pin("kept", ttl_s=0.15)
     put(pool, ids_of(1), "h1")
     put(pool, ids_of(2), "h2")
     assert pool.has("kept")
-    time.sleep(0.2)
+    now[0] += 0.2
     assert pool.size_info().num_pinned == 0
     put(pool, ids_of(3), "h3")
     put(pool, ids_of(4), "h4")
@@ -457,8 +462,10 @@ def pinned_bytes(pool: CachePool) -> int:
 def test_any_walk_keeps_books_and_budget_and_answers_with_the_right_keys(
     walk: list[tuple[str, int, int]], room: int
 ) -> None:
-    pool, pins = pool_for(room), Counter[str]()
+    pins = Counter[str]()
+    pool, now = pool_and_clock(room)
     for number, (what, name, length) in enumerate(walk):
+        now[0] += 0.00003
         ids, handle, owner = ids_of(name, length), f"h{name}-{length % 3}", f"t{length % 3}"
         had_pins = pool.size_info().num_pinned > 0
         if what == "put":
@@ -500,7 +507,7 @@ def test_any_walk_keeps_books_and_budget_and_answers_with_the_right_keys(
         assert info.used_bytes <= max(info.budget_bytes, pinned_bytes(pool))
     for handle in pins.elements():
         pool.unpin(handle)
-    time.sleep(0.0002)  # no pin with a time limit was longer
+    now[0] += 0.0002  # no pin with a time limit was longer
     assert pool.size_info().num_pinned == 0
     assert pool.size_info().used_bytes <= pool.budget_bytes
     pool.clear()
@@ -508,7 +515,7 @@ def test_any_walk_keeps_books_and_budget_and_answers_with_the_right_keys(
 
 
 def test_eight_threads_leave_sound_books_and_only_ever_find_right_keys() -> None:
-    pool = pool_for(12)
+    pool, now = pool_and_clock(12)
     wrong: list[object] = []
 
     def work(number: int) -> None:
@@ -543,7 +550,7 @@ def test_eight_threads_leave_sound_books_and_only_ever_find_right_keys() -> None
     for thread in threads:
         thread.join()
     assert wrong == []
-    time.sleep(0.01)
+    now[0] += 0.01
     put(pool, ids_of(9), "last")
     pool.check_integrity()
     assert pool.size_info().used_bytes <= pool.budget_bytes

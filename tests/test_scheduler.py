@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from langgraph_latent import ChatLatent, LatentWorkspace
-from langgraph_latent.engine import loader
+from langgraph_latent.engine import loader, scheduler
 from langgraph_latent.engine.limits import Limits
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.engine.scheduler import NewTokens, Scheduler
@@ -56,13 +56,11 @@ class Model:
         self.go.set()
         self.gates: dict[int, threading.Event] = {}
         self.errors: dict[int, BaseException] = {}
-        self.seconds = 0.0
 
     def __call__(self, batch: Sequence[NewTokens]) -> torch.Tensor:
         self.calls.append([list(ids) for ids, _ in batch])
         self.begun.set()
         assert self.gates.get(len(self.calls), self.go).wait(60)
-        time.sleep(self.seconds)
         for ids, tail in batch:
             tail.num_tokens += len(ids)
             if POISON in ids:
@@ -165,19 +163,25 @@ def test_all_of_many_requests_end_where_a_call_takes_two(pairs: Requests) -> Non
     assert sum(pairs.model.sizes) == 12 * 20
 
 
-def test_a_call_waits_a_little_for_whoever_has_just_got_a_token(requests: Requests) -> None:
+def test_a_call_waits_for_whoever_has_just_got_a_token(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that two requests stay side by side which need a moment between a token and the next step."""
-    requests.model.seconds = 0.1
+
+    def wait_long() -> None:
+        monkeypatch.setattr(scheduler, "PATIENCE_RATIO", 1e9)
+        requests.scheduler.patience_s = 1000.0
+
+    both_decode = threading.Barrier(2, wait_long)
 
     def decode() -> None:
         with requests.scheduler.slot() as slot:
-            for number in range(10):
+            for number in range(12):
+                if number == 2:
+                    both_decode.wait(60)
                 slot.feed([number], Tail())
-                time.sleep(0.002)
 
     for future in [requests._threads.submit(decode) for _ in range(2)]:
         future.result(60)
-    assert len(requests.model.calls) < 16
+    assert requests.model.sizes.count(2) >= 9
 
 
 def test_a_request_that_does_not_come_back_holds_nobody_up(requests: Requests) -> None:

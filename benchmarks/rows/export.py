@@ -13,7 +13,7 @@ import torch
 from benchmarks.bench import Bench
 from benchmarks.harness import Figure, Result, interleave, measured
 from langgraph_latent import KVHandle
-from langgraph_latent.events import CallSite
+from langgraph_latent.events import NOWHERE
 from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.state import tensor_bytes
 
@@ -32,7 +32,7 @@ def run(bench: Bench) -> Result:
         name: [] for name in ("to bytes", "from bytes", "to file", "from file", "SHA-256 and finiteness alone")
     }
     with bench.workspace.scope(), tempfile.TemporaryDirectory() as folder:
-        bench.workspace.services.keeper.keep(handle, state, bench.model.spec.dtype, CallSite())
+        bench.workspace.services.keeper.keep(handle, state, bench.model.spec.dtype, NOWHERE)
 
         def ours(number: int) -> float:
             return _round_trip(bench, handle, Path(folder) / "cache", parts)
@@ -76,7 +76,7 @@ def _round_trip(bench: Bench, handle: KVHandle, path: Path, parts: dict[str, lis
     return parts["to bytes"][-1] + parts["from bytes"][-1]
 
 
-def _stock_trip(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def _stock_trip(layers: list[tuple[torch.Tensor, ...]]) -> float:
     """What one would write without this library: no handle, no identity, no checks."""
     compact = [(keys.contiguous(), values.contiguous()) for keys, values in layers]
     begin = time.perf_counter()

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from benchmarks.bench import QUESTIONS, Bench, user
 from benchmarks.harness import Figure, Result, Side, at_most, interleave, ratio
-from langgraph_latent.events import CallSite
+from langgraph_latent.events import NOWHERE
 from langgraph_latent.handle import KVHandle
 from langgraph_latent.handle.tokens import TOKEN_BYTES
 from langgraph_latent.kv.state import KVState
@@ -81,10 +81,8 @@ class FinishedState:
         handle = self._root.extend("prompt", "reader", self._tokens, self._messages, 1)
         with workspace.scope():
             begin = time.perf_counter()
-            services.keeper.keep(handle, self._state, model.spec.dtype, CallSite())
-            delivery = services.deliverer.deliver(
-                model, Request(self._question, PLAIN, [handle], True, True, CallSite())
-            )
+            services.keeper.keep(handle, self._state, model.spec.dtype, NOWHERE)
+            delivery = services.deliverer.deliver(model, Request(self._question, PLAIN, [handle], True, True))
             with delivery.state.append(len(delivery.tokens) // TOKEN_BYTES) as tail:
                 seconds = time.perf_counter() - begin
                 assert tail.num_tokens == self.num_tokens, "the receiver gets all of it"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolCall
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command
@@ -40,7 +40,11 @@ class State(MessagesState):
     asked: Annotated[list[str], operator.add]
 
 
-def agent(model: Any, order: str) -> Callable[[State], dict[str, list[BaseMessage]]]:
+Node = Any
+"""A function of the state. LangGraph's own type for it can't be named without its private parts."""
+
+
+def agent(model: Any, order: str) -> Node:
     """A node that answers an order after the history, and adds both to it."""
 
     def node(state: State) -> dict[str, list[BaseMessage]]:
@@ -76,7 +80,7 @@ def chain(model: Any) -> Any:
 def chain_in_front(model: Any) -> Any:
     """The same, but each agent's order stands in a system message in front of the history."""
 
-    def node(order: str) -> Callable[[State], dict[str, list[BaseMessage]]]:
+    def node(order: str) -> Node:
         system, asked = SystemMessage(order), HumanMessage("Go on.")
         return lambda state: {"messages": [asked, model.invoke([system, *state["messages"], asked])]}
 
@@ -131,7 +135,7 @@ BRANCHES = {
 def fan_out(model: Any) -> Any:
     """A plan, three branches at a time, and a join that reads what they noted."""
 
-    def branch(question: str) -> Callable[[State], dict[str, list[str]]]:
+    def branch(question: str) -> Node:
         return lambda state: {"notes": [model.invoke([*state["messages"], HumanMessage(question)]).text]}
 
     def join(state: State) -> dict[str, list[BaseMessage]]:
@@ -174,6 +178,10 @@ def tool_loop(model: Any, tools: Sequence[Any], rounds: int) -> Any:
     free = model.bind_tools(tools)
     known = {tool.name: tool for tool in tools}
 
+    def last_calls(state: State) -> list[ToolCall]:
+        message = state["messages"][-1]
+        return message.tool_calls if isinstance(message, AIMessage) else []
+
     def num_calls(state: State) -> int:
         return sum(isinstance(message, AIMessage) and bool(message.tool_calls) for message in state["messages"])
 
@@ -182,10 +190,10 @@ def tool_loop(model: Any, tools: Sequence[Any], rounds: int) -> Any:
         return {"messages": [chosen.invoke(state["messages"])]}
 
     def use(state: State) -> dict[str, list[BaseMessage]]:
-        return {"messages": [known[call["name"]].invoke(call) for call in state["messages"][-1].tool_calls]}
+        return {"messages": [known[call["name"]].invoke(call) for call in last_calls(state)]}
 
     def is_over(state: State) -> str:
-        return "tools" if state["messages"][-1].tool_calls and num_calls(state) <= rounds else END
+        return "tools" if last_calls(state) and num_calls(state) <= rounds else END
 
     builder = StateGraph(State)
     builder.add_node("agent", act)

@@ -48,9 +48,9 @@ def run(bench: Bench) -> Result:
         ratio("tokens prefilled", read["reuse"], read["no reuse"], unit="of"),
         ratio("total time", result.samples["reuse"], result.samples["no reuse"], unit="of"),
     ]
-    texts, calls = ([[count(run) for run in runs[name]] for name in runs] for count in (_texts, _num_tool_calls))
-    result.checks["both sides call and write the same"] = texts[0] == texts[1]
-    result.checks["every call that was asked for was made"] = min(calls[0]) >= ROUNDS
+    with_reuse, without = (list(map(_texts, each)) for each in runs.values())
+    result.checks["both sides call and write the same"] = with_reuse == without
+    result.checks["every call that was asked for was made"] = min(map(_num_tool_calls, runs["reuse"])) >= ROUNDS
     result.remarks["ChatHuggingFace"] = _what_stock_does(bench)
     return result
 

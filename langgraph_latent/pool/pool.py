@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,17 +61,22 @@ class Pin:
     count: int = 0
     until: float = 0.0
 
-    @property
-    def is_active(self) -> bool:
-        return self.count > 0 or self.until > time.monotonic()
+    def is_active(self, now: float) -> bool:
+        return self.count > 0 or self.until > now
 
 
 class CachePool:
-    """Keeps states within `budget_bytes` of unique storage. Every method is safe in threads."""
+    """Keeps states within `budget_bytes` of unique storage; `clock` tells the seconds that pins last.
 
-    def __init__(self, budget_bytes: int, policy: EvictionPolicy | None = None) -> None:
+    Every method is safe in threads.
+    """
+
+    def __init__(
+        self, budget_bytes: int, policy: EvictionPolicy | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.budget_bytes = budget_bytes
         self._policy = policy or LRU()
+        self._clock = clock
         self._lock = threading.RLock()
         self._indexes: dict[Namespace, PrefixIndex[Entry]] = {}
         self._buffers: dict[int, set[Entry]] = {}
@@ -78,7 +84,7 @@ class CachePool:
         self._owners: dict[str, set[Entry]] = {}
         self._pins: dict[str, Pin] = {}
         self._is_closed = False
-        self._clock = itertools.count(1)
+        self._uses = itertools.count(1)
         self._opaque_nbytes = 0
 
     def put(self, namespace: Namespace, tokens: bytes, state: KVState, handle: str, owner: str = "") -> list[str]:
@@ -95,7 +101,7 @@ class CachePool:
             if self._is_closed:
                 return [handle]
             entry = self._entry(namespace, tokens, state)
-            entry.last_used = next(self._clock)
+            entry.last_used = next(self._uses)
             if (known := self._handles.get(handle)) is not None:
                 known.handles.discard(handle)
             entry.handles.add(handle)
@@ -111,7 +117,7 @@ class CachePool:
             for num_tokens, entry in index.matches(tokens) if index else ():
                 length = min(num_tokens, limit)
                 if length and entry.state.can_crop(length):
-                    entry.last_used = next(self._clock)
+                    entry.last_used = next(self._uses)
                     return entry.state.crop(length)
         return None
 
@@ -136,7 +142,7 @@ class CachePool:
             if ttl_s is None:
                 pin.count += 1
             else:
-                pin.until = max(pin.until, time.monotonic() + ttl_s)
+                pin.until = max(pin.until, self._clock() + ttl_s)
             return True
 
     def unpin(self, handle: str) -> list[str]:
@@ -146,13 +152,13 @@ class CachePool:
             if pin is None:
                 return []
             pin.count, pin.until = max(0, pin.count - 1), 0.0
-            if not pin.is_active:
+            if not pin.is_active(self._clock()):
                 del self._pins[handle]
             return self._shrink(keep=entry) if entry else []
 
     def _is_pinned(self, entry: Entry) -> bool:
         pins = [self._pins[handle] for handle in entry.handles if handle in self._pins] if self._pins else []
-        return any(pin.is_active for pin in pins)
+        return any(pin.is_active(self._clock()) for pin in pins)
 
     def drop(self, handle: str) -> list[str]:
         """Let go of a handle's tensors and pins; returns every handle id that lost its tensors."""
@@ -282,7 +288,7 @@ class CachePool:
             del self._buffers[key]
         for handle in entry.handles:
             del self._handles[handle]
-            if handle in self._pins and not self._pins[handle].is_active:
+            if handle in self._pins and not self._pins[handle].is_active(self._clock()):
                 del self._pins[handle]
         for owner in entry.owners:
             self._owners[owner].discard(entry)
