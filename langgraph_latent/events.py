@@ -174,9 +174,13 @@ class Exported(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Ingested(Event):
-    """A cache was read from a file, or from a byte string where `file` is empty, and verified."""
+    """A cache was read from a file, or from a byte string where `file` is empty, and verified.
+
+    `is_proven` says whether this installation had signed it; otherwise it serves its own handle alone, at level 1.
+    """
 
     file: str = ""
+    is_proven: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

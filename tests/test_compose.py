@@ -595,6 +595,26 @@ def test_a_handle_that_was_ingested_can_be_merged(name: str, folder: Callable[[s
         assert difference(expected[1], logits) <= 1e-5
 
 
+@pytest.mark.parametrize("on_failure", ["raise", "fall_back"])
+def test_what_is_composed_of_a_composition_whose_lead_was_ingested_past_its_window_is_made_whole(
+    on_failure: Any, tiny_folder: Callable[..., Path], ws: LatentWorkspace
+) -> None:
+    ws.router.default = EdgePolicy(allow=MOVED.allow, on_failure=on_failure)
+    chat = ChatLatent(model=str(tiny_folder("mistral")), workspace=ws, max_tokens=4)
+    with LatentWorkspace(router=EdgeRouter(default=ws.router.default)) as whole:
+        other = ChatLatent(model=chat.model, workspace=whole, max_tokens=4)
+        parts = [other.read(" ".join(NOTES.values())), other.read("another report")]
+        twice = other.compose(other.compose(parts), system="be brief")
+        expected = other.invoke("and?", inherit=twice).text
+        blob = other.export_kv_cache(parts[0]) or b""
+    again = chat.compose(chat.compose([chat.ingest_kv_cache(blob), chat.read("another report")]), system="be brief")
+    assert again == twice
+    assert chat.export_kv_cache(again)
+    reply = chat.invoke("and?", inherit=again)
+    assert reply.response_metadata["kv_route"]["level"] == 1
+    assert reply.text == expected
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_law_5_many_threads_over_composed_handles_change_neither_them_nor_their_origins(
     name: str, folder: Callable[[str], str], ws: LatentWorkspace

@@ -532,6 +532,7 @@ def test_every_code_that_a_decision_can_have_is_a_known_one_and_the_other_way_ro
         choose(EXACT, moved, Facts(9, 9, level=Level.MOVED)),
         choose(EXACT, moved, Facts(9, 9, level=Level.MOVED, move_refusal="no rope")),
         choose(EXACT, moved, Facts(9, 9, has_latent_steps=True)),
+        choose(EXACT, EdgePolicy(), Facts(9, unproven_tokens=9)),
         choose(EXACT, EdgePolicy()).failed(MemoryError()),
         choose(EXACT, EdgePolicy()).diverged(3, 3, 9),
     ]

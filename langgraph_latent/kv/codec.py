@@ -1,6 +1,6 @@
 """A KV state and its handle as one self-describing safetensors file or byte string, verified before anything is used.
 
-    8 bytes header length | JSON header: tensor table, manifest, manifest's SHA-256 | tensors
+    8 bytes header length | JSON header: tensor table, manifest, its SHA-256 and maybe a signature of it | tensors
 
 The manifest holds schema version, model identity, per-layer kind, window, positions, shapes, dtypes, the handle and a
 SHA-256 of every tensor. The codec knows tensors and manifests; whether a model fits is asked of the manifest by
@@ -16,7 +16,7 @@ import os
 import stat
 import struct
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +53,23 @@ class CacheFile(NamedTuple):
     state: KVState
 
 
-def encode(handle: KVHandle, state: KVState, spec: ModelSpec) -> bytes:
-    """One byte string that `decode` takes back. Sliding-window layers hold only what the next token may attend to."""
+class Signed(NamedTuple):
+    """What vouches for a blob: a manifest and the signature of it, "" for none."""
+
+    manifest: bytes
+    signature: str
+
+
+def unsigned(manifest: bytes) -> str:
+    """No signature, for a cache that nobody vouches for."""
+    return ""
+
+
+def encode(handle: KVHandle, state: KVState, spec: ModelSpec, sign: Callable[[bytes], str] = unsigned) -> bytes:
+    """One byte string that `decode` takes back. Sliding-window layers hold only what the next token may attend to.
+
+    `sign` gives the signature of the manifest, which holds a digest of every tensor.
+    """
     tensors: dict[str, torch.Tensor] = {}
     layers = []
     for index, kind in enumerate(state.kinds):
@@ -84,7 +99,10 @@ def encode(handle: KVHandle, state: KVState, spec: ModelSpec) -> bytes:
         },
         sort_keys=True,
     )
-    return save(tensors, {"manifest": manifest, "manifest_sha256": _sha256(manifest.encode())})
+    metadata = {"manifest": manifest, "manifest_sha256": _sha256(manifest.encode())}
+    if signature := sign(manifest.encode()):
+        metadata["signature"] = signature
+    return save(tensors, metadata)
 
 
 def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec, opaque_layers: Sequence[Any] = ()) -> CacheFile:
@@ -92,7 +110,8 @@ def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec, opaque_layers:
 
     `opaque_layers` are one state's opaque layers: those of the blob are made like them, and they are not changed.
 
-    Raises `CodecError` for anything that is not exactly what `encode` wrote for this model.
+    Its signature is not looked at here. Raises `CodecError` for anything that is not exactly what `encode` wrote for
+    this model.
     """
     try:
         view = memoryview(blob)
@@ -103,6 +122,13 @@ def decode(blob: bytes | bytearray | memoryview, spec: ModelSpec, opaque_layers:
         raise CodecError(f"the cache's provenance is refused: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, struct.error) as error:
         raise CodecError(f"not a cache of this library, or damaged: {type(error).__name__}: {error}") from error
+
+
+def signed_part(blob: bytes | bytearray, spec: ModelSpec) -> Signed:
+    """What a blob that `decode` took is signed with; whoever asks knows the keys."""
+    header, _ = _split(memoryview(blob), spec)
+    metadata = header["__metadata__"]
+    return Signed(metadata["manifest"].encode(), str(metadata.get("signature", "")))
 
 
 def read_file(path: Path, spec: ModelSpec) -> bytearray:
@@ -223,7 +249,7 @@ def _header_length(first: bytes, total: int, spec: ModelSpec) -> int:
 
 
 def _verified_manifest(metadata: dict[str, str]) -> dict[str, Any]:
-    if set(metadata) != {"manifest", "manifest_sha256"}:
+    if set(metadata) - {"signature"} != {"manifest", "manifest_sha256"}:
         raise CodecError("no manifest: this safetensors file is not a cache of this library")
     if _sha256(metadata["manifest"].encode()) != metadata["manifest_sha256"]:
         raise CodecError("the manifest does not match its SHA-256; the file is damaged or was altered")

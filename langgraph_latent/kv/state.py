@@ -11,7 +11,7 @@ goes on, and never cropped.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -33,9 +33,11 @@ class KVState:
         opaque_layers: per layer transformers' own layer where it is opaque, None where tokens are in the buffer.
         biases: per layer what is added to the scores of its first tokens in attention, (tokens,), float32; () for
             nothing anywhere.
+        outside: ids of the handles whose tensors came from outside and are not proven, which it holds or was computed
+            from; () where all of it was computed here.
     """
 
-    __slots__ = ("biases", "buffer", "kinds", "num_tokens", "opaque_layers", "__weakref__")
+    __slots__ = ("biases", "buffer", "kinds", "num_tokens", "opaque_layers", "outside", "__weakref__")
 
     def __init__(
         self,
@@ -44,12 +46,14 @@ class KVState:
         num_tokens: int,
         opaque_layers: tuple[Any, ...] = (),
         biases: tuple[torch.Tensor, ...] = (),
+        outside: tuple[str, ...] = (),
     ) -> None:
         self.buffer = buffer
         self.kinds = kinds
         self.num_tokens = num_tokens
         self.opaque_layers = opaque_layers or (None,) * len(kinds)
         self.biases = biases
+        self.outside = outside
         buffer.add_view(self)
 
     @classmethod
@@ -126,11 +130,16 @@ class KVState:
         if not self.can_crop(num_tokens):
             raise ValueError(f"a state of {self.num_tokens} tokens can't be cropped to {num_tokens}")
         biases = tuple(bias[:num_tokens] for bias in self.biases)
-        return KVState(self.buffer, self.kinds, num_tokens, self.opaque_layers, biases)
+        return KVState(self.buffer, self.kinds, num_tokens, self.opaque_layers, biases, self.outside)
 
     def with_biases(self, biases: tuple[torch.Tensor, ...]) -> KVState:
         """The same state, its tokens seen with these biases."""
-        return KVState(self.buffer, self.kinds, self.num_tokens, self.opaque_layers, biases)
+        return KVState(self.buffer, self.kinds, self.num_tokens, self.opaque_layers, biases, self.outside)
+
+    def with_outside(self, handles: Iterable[str]) -> KVState:
+        """The same state, with tensors of more handles that are not proven in it."""
+        outside = tuple(sorted({*self.outside, *handles}))
+        return KVState(self.buffer, self.kinds, self.num_tokens, self.opaque_layers, self.biases, outside)
 
     def has_tokens_from(self, begin: int) -> bool:
         """Whether every layer keeps one key and value for each token from `begin` on."""
@@ -160,7 +169,7 @@ class KVState:
         ]
         places = zip(self.biases, devices, strict=bool(self.biases))
         biases = tuple(bias if device is None else bias.to(device) for bias, device in places)
-        return KVState.from_layers(self.kinds, moved, self.num_tokens).with_biases(biases)
+        return KVState.from_layers(self.kinds, moved, self.num_tokens).with_biases(biases).with_outside(self.outside)
 
     def checksum(self) -> str:
         """SHA-256 over shape, dtype and bytes of every layer; reads all of it."""
@@ -252,7 +261,7 @@ class KVTail:
             None if kind.has_tokens else copy_layer(layer)
             for kind, layer in zip(origin.kinds, self._cache.layers, strict=True)
         ]
-        return KVState(buffer, origin.kinds, self.num_tokens, tuple(opaque_layers), origin.biases)
+        return KVState(buffer, origin.kinds, self.num_tokens, tuple(opaque_layers), origin.biases, origin.outside)
 
     def rewind(self, num_tokens: int) -> None:
         """Forget what a failed model call wrote after the first `num_tokens` tokens."""

@@ -21,11 +21,13 @@ from langgraph_latent.pool.prefix import Node, PrefixIndex
 
 
 class Namespace(NamedTuple):
-    """Reuse never crosses it: the model's identity, the tenant, and the provenance digest ("" for plain)."""
+    """Reuse never crosses it: the model's identity, the tenant, the provenance digest ("" for plain), and the ids of
+    the handles whose tensors came from outside and are not proven (() where there are none)."""
 
     model: str
     tenant: str
     provenance_digest: str = ""
+    outside: tuple[str, ...] = ()
 
 
 class PoolInfo(NamedTuple):
@@ -128,6 +130,11 @@ class CachePool:
                 f"one cache of {nbytes:,} bytes does not fit the pool's budget of {self.budget_bytes:,} bytes; raise "
                 "it with LatentWorkspace(memory=...), or shorten the prompt. What is kept already stays."
             )
+
+    def namespace_of(self, handle: str) -> Namespace | None:
+        """Where the tensors of a handle id are kept; None where they are gone."""
+        entry = self._handles.get(handle)
+        return entry.namespace if entry else None
 
     def has(self, handle: str) -> bool:
         """Whether tensors are kept for a handle id."""

@@ -20,6 +20,7 @@ from langgraph_latent.router.rates import Cost, Rates
 from langgraph_latent.spec.compat import Compatibility, Difference, Level
 from langgraph_latent.spec.spec import ModelSpec
 
+UNPROVEN = "its cache came from outside and is not proven: it may differ from what its tokens give"
 MARGIN = 0.1
 """By what part of its time an option must be cheaper to be taken instead of a better one."""
 
@@ -39,6 +40,7 @@ class Facts(NamedTuple):
         move_refusal: why the receiver can't make a composed cache, "" where it can or need not.
         has_latent_steps: whether there are latent steps in the handle.
         latent_steps_refusal: why they are not to be used, "" where they may be.
+        unproven_tokens: of the handle, those whose tensors came from outside and are not proven.
     """
 
     num_tokens: int = 0
@@ -52,6 +54,16 @@ class Facts(NamedTuple):
     move_refusal: str = ""
     has_latent_steps: bool = False
     latent_steps_refusal: str = ""
+    unproven_tokens: int = 0
+
+    def under(self, policy: EdgePolicy) -> Facts:
+        """The facts on an edge: what is not proven counts as there where level 1 is allowed, and stands in the way of
+        a cache where the messages can be read instead."""
+        if self.unproven_tokens <= self.cached_tokens:
+            return self._replace(unproven_tokens=0)
+        if Level.MOVED in policy.levels:
+            return self._replace(cached_tokens=self.unproven_tokens, level=max(self.level, Level.MOVED))
+        return self if policy.may_read and not self.has_latent_steps else self._replace(unproven_tokens=0)
 
 
 class Situation(NamedTuple):
@@ -84,6 +96,10 @@ class RouteDecision:
         """The decision to re-read after a delivered cache failed in use."""
         reason = f"the cache could not be used: {type(error).__name__}: {error}"
         return RouteDecision(Route.TEXT, Level.TEXT, "failed", reason, self.compatibility)
+
+    def unproven(self) -> RouteDecision:
+        """The decision where what is continued came from outside and is not proven."""
+        return replace(self, level=max(self.level, Level.MOVED), code="unproven", reason=UNPROVEN)
 
     def diverged(self, num_kept: int, num_reused: int, num_inherited: int, crop_refusal: str = "") -> RouteDecision:
         """The decision where the rendered prompt keeps only the first tokens of what is inherited.
@@ -187,6 +203,7 @@ class Choice(NamedTuple):
 
 def choose(compatibility: Compatibility, policy: EdgePolicy, facts: Facts = Facts()) -> RouteDecision:  # noqa: B008
     """The best route that works and that the policy allows. Raises `RouteError` where there is none."""
+    facts = facts.under(policy)
     option, code, reason = choose_option(compatibility, policy, facts)
     if option is None:
         raise RouteError(reason)
@@ -206,6 +223,8 @@ def choose_option(compatibility: Compatibility, policy: EdgePolicy, facts: Facts
         return Choice(best, obstacle.code, reason)
     options = [best, *possible] if best.cost(facts).seconds else [best]  # nothing is cheaper than no time
     taken = _cheapest(options, facts)
+    if taken.route is Route.CACHE and facts.unproven_tokens:
+        return Choice(taken, "unproven", f"same model, but {UNPROVEN}")
     if taken.route is Route.CACHE and facts.level is Level.MOVED:
         return Choice(taken, "composed", "same model: its cache is composed of moved blocks and continued")
     if taken is not best:
@@ -232,6 +251,8 @@ def cache_obstacle(compatibility: Compatibility, policy: EdgePolicy, facts: Fact
         return Obstacle("not_first", "it comes after another handle, so its cache would have to be moved")
     if facts.append_refusal:
         return Obstacle("not_appendable", f"the model's caches can't be appended to: {facts.append_refusal}")
+    if facts.unproven_tokens and Level.MOVED not in policy.levels:
+        return Obstacle("unproven", f"{UNPROVEN}, and the edge's policy does not allow level 1")
     if facts.level not in policy.levels:
         what = "the handle's cache is composed of moved blocks, and " if facts.level is Level.MOVED else ""
         return Obstacle("not_allowed", f"{what}the edge's policy does not allow level {int(facts.level)}")

@@ -4,6 +4,7 @@
 |---|---|---|
 | `same_model` | the sender's cache is continued, or computed again where it is gone | nothing |
 | `composed` | a cache of moved blocks is continued (level 1) | forbid level 1 on the edge to have it re-read |
+| `unproven` | the cache came from outside, unsigned: continued at level 1, else re-read | sign it, or allow level 1 |
 | `cheaper` | another way of serving is clearly faster, by measured rates | force a route |
 | `prefix` | nothing was inherited, leading tokens of the prompt were in the pool | nothing |
 | `nothing_inherited` | nothing was inherited, nothing was in the pool | pass `inherit=` |
@@ -26,6 +27,7 @@ from typing import Literal, TypeAlias
 DecisionCode: TypeAlias = Literal[
     "same_model",
     "composed",
+    "unproven",
     "cheaper",
     "prefix",
     "nothing_inherited",

@@ -31,6 +31,8 @@ def explain(router: EdgeRouter, handle: KVHandle, situation: Situation, node: st
     """How a router decides the edge from a handle to a receiver in a node."""
     sender, receiver, compatibility, facts = situation
     policy, pattern = router.policy_for(handle, node), router.match(handle.source, node)
+    asked, facts = facts, facts.under(policy)
+    situation = situation._replace(facts=facts)
     taken, code, reason = choose_option(compatibility, policy, facts)
     level = f"level {int(compatibility.level)} {compatibility.level.name}"
     lines = [
@@ -50,7 +52,7 @@ def explain(router: EdgeRouter, handle: KVHandle, situation: Situation, node: st
     ]
     explanation = Explanation("\n".join(f"{name:<10}{text}" for name, text in lines))
     if taken is not None:
-        explanation.decision = choose(compatibility, policy, facts)
+        explanation.decision = choose(compatibility, policy, asked)
     return explanation
 
 

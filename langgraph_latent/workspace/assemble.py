@@ -45,7 +45,8 @@ def append_blocks(
         chosen = _chosen(provenance, ids, start, tail.seal(), model, limits) if provenance.repair else []
         if chosen:
             model.recompute([ids[index] for index in chosen], [begin + index for index in chosen], tail, limits)
-        return Assembled(tail.seal(), len(chosen))
+        outside = [each for piece in pieces for each in piece.state.outside]
+        return Assembled(tail.seal().with_outside(outside), len(chosen))
 
 
 def append_latent_steps(

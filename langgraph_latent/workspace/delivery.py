@@ -43,6 +43,7 @@ class Deliverer:
         for handle in request.handles:
             self._keeper.check(handle)
         plan = self._planned(receiver, request)
+        request = request._replace(caller=request.caller._replace(takes_unproven=plan.takes_unproven))
         begin = time.perf_counter()
         try:
             state, moved = self._brought(receiver, request, plan)
@@ -57,6 +58,8 @@ class Deliverer:
             plan = plan.diverged(state.num_tokens, receiver.spec.capabilities.refusal("crop"))
         decisions = [edge.decision for edge in plan.edges] or [unrouted(state.num_tokens)]
         decision = max(decisions, key=lambda each: each.level)
+        if state.outside:
+            decision = decision.unproven()
         num_missing = plan.num_tokens - state.num_tokens
         estimated = self._models.rates(receiver).cost(num_missing, moved.move_bytes if moved else 0)
         return Delivery(

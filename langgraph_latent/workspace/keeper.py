@@ -75,14 +75,30 @@ class CacheKeeper:
         tokens = handle.tokens[: state.num_tokens * TOKEN_BYTES]
         owner = _scopes.get().get(id(self)) or (_thread_owner(call_site.thread_id) if call_site.thread_id else "")
         try:
-            lost = self.pool.put(self._namespace(handle), tokens, state, handle.id, owner)
+            namespace = self._namespace(handle)._replace(outside=state.outside)
+            lost = self.pool.put(namespace, tokens, state, handle.id, owner)
         except CacheBudgetError:  # it grew past the budget while it was decoded: the answer stands
             lost = [handle.id, *self.pool.drop_storage(state)]
         self._report_lost(lost, "closed" if self._is_closed else "budget")
 
     def find(self, handle: KVHandle, tokens: bytes, limit: int) -> KVState | None:
-        """The kept state that covers most of the first `limit` packed `tokens`, made as the handle's cache was."""
+        """The kept state that covers most of the first `limit` packed `tokens`, made as the handle's cache was.
+
+        All of it was computed here, or is proven.
+        """
         return self.pool.longest_prefix(self._namespace(handle), tokens, limit)
+
+    def find_unproven(self, handle: KVHandle, tokens: bytes, limit: int) -> KVState | None:
+        """The same among what came from outside with this very handle; None where it has no such tensors."""
+        namespace = self.pool.namespace_of(handle.id)
+        if namespace is None or not namespace.outside:
+            return None
+        return self.pool.longest_prefix(namespace, tokens, limit)
+
+    def is_proven(self, handle: KVHandle) -> bool:
+        """Whether a handle's tensors are kept, and were computed here or are proven."""
+        namespace = self.pool.namespace_of(handle.id)
+        return namespace is not None and not namespace.outside
 
     def _namespace(self, handle: KVHandle) -> Namespace:
         return Namespace(handle.model, self.tenant, handle.provenance_digest)

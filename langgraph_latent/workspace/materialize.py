@@ -28,10 +28,14 @@ from langgraph_latent.workspace.request import NOBODY, Caller
 
 
 class Availability(NamedTuple):
-    """How many of a handle's tokens need not be computed, and the bytes of these that a receiver would have to move."""
+    """How many of a handle's tokens need not be computed, and the bytes of these that a receiver would have to move.
+
+    `num_unproven` counts those of which the tensors came from outside with this handle and are not proven.
+    """
 
     num_tokens: int
     move_bytes: int = 0
+    num_unproven: int = 0
 
 
 class Materializer:
@@ -61,12 +65,14 @@ class Materializer:
 
         Of a cache that is still to be composed, these are the tokens of blocks in the pool that need no repair.
         """
-        if self._keeper.pool.has(handle.id) and not self._models.has_twins(spec):  # usual: needs no search
+        if self._keeper.is_proven(handle) and not self._models.has_twins(spec):  # usual: needs no search
             return Availability(handle.num_tokens - handle.num_pending)
+        unproven = self._keeper.find_unproven(handle, handle.tokens, handle.num_tokens)
+        num_unproven = unproven.num_tokens if unproven else 0
         found = self._keeper.find(handle, handle.tokens, handle.num_tokens)
         if found is None or found.num_tokens < handle.num_composed:
-            return Availability(self._num_at_hand(handle))
-        return Availability(found.num_tokens, self.bytes_elsewhere(found, receiver) if receiver else 0)
+            return Availability(self._num_at_hand(handle), num_unproven=num_unproven)
+        return Availability(found.num_tokens, self.bytes_elsewhere(found, receiver) if receiver else 0, num_unproven)
 
     def _num_at_hand(self, handle: KVHandle) -> int:
         """How many of a handle's tokens would not be computed if it were composed now."""
@@ -87,19 +93,27 @@ class Materializer:
         What is composed in it is made where it is not in the pool; what is plain is not.
         """
         num_composed = min(handle.num_composed, limit)
-        found = self._keeper.find(handle, tokens, limit)
+        found = self._found(handle, tokens, limit, caller)
         if (found and found.num_tokens >= num_composed) or not num_composed:
             return found
         key = (handle.provenance_digest, handle.tokens[: handle.num_composed * TOKEN_BYTES])
         with self._lock:
             composing = self._composing.setdefault(key, threading.RLock())
         with _holding(composing, caller.limits):  # branches that need the same cache make it once
-            found = self._keeper.find(handle, tokens, limit)
+            found = self._found(handle, tokens, limit, caller)
             if found and found.num_tokens >= num_composed:
                 return found
             made = self._composed(handle, receiver, caller)
             self._composing.pop(key, None)
         return made.crop(limit) if limit < made.num_tokens else made
+
+    def _found(self, handle: KVHandle, tokens: bytes, limit: int, caller: Caller) -> KVState | None:
+        """The kept state that covers most; one that is not proven only where the caller takes it and it covers more."""
+        found = self._keeper.find(handle, tokens, limit)
+        unproven = self._keeper.find_unproven(handle, tokens, limit) if caller.takes_unproven else None
+        if unproven is None or (found is not None and found.num_tokens >= unproven.num_tokens):
+            return found
+        return unproven
 
     def bytes_elsewhere(self, state: KVState, receiver: ResidentModel) -> int:
         """Bytes of a kept state that are on other devices than the receiver's."""
@@ -154,8 +168,9 @@ class Materializer:
         An ingested one may lack tokens that its windows have left; it is computed again.
         """
         state = self._state(handle, handle.num_tokens, receiver, caller)
-        if state.has_tokens_from(0):
-            return state
+        return state if state.has_tokens_from(0) else self._rebuilt_whole(handle, receiver, caller)
+
+    def _rebuilt_whole(self, handle: KVHandle, receiver: ResidentModel, caller: Caller) -> KVState:
         made = self._composed(handle, receiver, caller) if handle.num_composed else receiver.empty_state()
         missing = handle.tokens[made.num_tokens * TOKEN_BYTES :]
         self._report_rebuilt(handle, missing, "past its windows")
@@ -166,7 +181,10 @@ class Materializer:
         self._keeper.emit(Rebuilt(handle=handle.id, model=handle.model, num_tokens=num_tokens, reason=reason))
 
     def _composed(self, handle: KVHandle, receiver: ResidentModel, caller: Caller) -> KVState:
-        """The state up to the last of a handle's segments that was not read in its place, kept for others."""
+        """The state up to the last of a handle's segments that was not read in its place, kept for others.
+
+        It has every token in every layer that keeps one for each.
+        """
         if refusal := facts_of(handle, receiver.spec).move_refusal:
             raise UnsupportedLayerError(f"the caches of {receiver.spec.name!r} can't be composed: {refusal}; re-read")
         receiver.check_length(handle.num_composed)
@@ -198,15 +216,22 @@ class Materializer:
         if isinstance(provenance, LatentSteps):
             if not before.tokens:
                 raise HandleError(f"handle {handle.id} has latent steps after nothing; read something first")
-            start = self._state(before, before.num_tokens - 1, receiver, caller)
+            start = self._start(before, before.num_tokens - 1, receiver, caller)
             return append_latent_steps(provenance, unpack_tokens(before.tokens)[-1], start, receiver, caller.limits)
         assert isinstance(provenance, Composition)
-        start = self._state(before, before.num_tokens, receiver, caller)
+        start = self._start(before, before.num_tokens, receiver, caller)
         ids = unpack_tokens(handle.tokens[before.num_tokens * TOKEN_BYTES :])
         sources: Mapping[str, KVState] = {
             each.id: self._whole_state(each, receiver, caller) for each in handles_in(provenance)
         }
         return append_blocks(provenance, ids, start, receiver, sources, caller.limits)
+
+    def _start(self, handle: KVHandle, num_tokens: int, receiver: ResidentModel, caller: Caller) -> KVState:
+        """The state of a handle's first tokens, of which the windows of an ingested one have left none behind."""
+        state = self._state(handle, num_tokens, receiver, caller)
+        if state.has_tokens_from(0) or not all(kind.has_tokens for kind in state.kinds):
+            return state
+        return self._rebuilt_whole(handle, receiver, caller).crop(num_tokens)
 
 
 @contextlib.contextmanager

@@ -27,10 +27,14 @@ EMPTY_ANSWER: Message = {"role": "assistant", "content": ""}
 
 
 class Caller(NamedTuple):
-    """Who waits for work: where in a graph it is asked for, and what the caller puts up with."""
+    """Who waits for work: where in a graph it is asked for, and what the caller puts up with.
+
+    `takes_unproven` says whether tensors that came from outside and are not proven may be used.
+    """
 
     call_site: CallSite = NOWHERE
     limits: Limits = NO_LIMITS
+    takes_unproven: bool = False
 
 
 NOBODY = Caller()
@@ -100,6 +104,11 @@ class Plan(NamedTuple):
     def may_fall_back(self) -> bool:
         """Whether a failing cache may be replaced by re-reading."""
         return all(edge.policy.may_fall_back for edge in self.edges)
+
+    @property
+    def takes_unproven(self) -> bool:
+        """Whether tensors that came from outside and are not proven may be used: no more than level 1 is promised."""
+        return bool(self.edges) and all(Level.MOVED in edge.policy.levels for edge in self.edges)
 
     def diverged(self, num_cached: int, crop_refusal: str = "") -> Plan:
         """The plan where the prompt keeps only the first tokens of the lead.

@@ -80,8 +80,8 @@ class Routing:
             first=first, rates=self._models.rates(receiver) if receiver else Rates()
         )
         if compatibility.level is Level.EXACT and first:
-            num_cached, move_bytes = self._materializer.availability(handle, spec, receiver)
-            facts = facts._replace(cached_tokens=num_cached, move_bytes=move_bytes)
+            num_cached, move_bytes, num_unproven = self._materializer.availability(handle, spec, receiver)
+            facts = facts._replace(cached_tokens=num_cached, move_bytes=move_bytes, unproven_tokens=num_unproven)
             is_costly = move_bytes or handle.num_tokens - num_cached > handle.num_pending
             if is_costly and receiver and template_inputs:
                 facts = facts._replace(text_tokens=_num_text_tokens(handle, receiver, template_inputs))
