@@ -8,11 +8,12 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install model demo test lint format bench
+.PHONY: help install model demo test test-all lint format bench
 
 help:
 	@echo "make demo     three agents over one report, text edges against latent edges"
-	@echo "make test     lint, types and all tests: what CI runs"
+	@echo "make test     lint, types and the tests that take minutes together"
+	@echo "make test-all the same with every example, benchmark and long run: what CI runs"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   rewrite the sources in the project's format"
 	@echo "make bench    the hand-over benchmark"
@@ -38,8 +39,13 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: lint model
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-all: lint model
+	$(PYTEST)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -119,6 +119,7 @@ def test_law_2_holds_for_templates_that_treat_the_last_message_apart(
         assert text.count("[tools:") <= 1
 
 
+@pytest.mark.slow
 def test_a_stream_collected_inside_a_lock_does_not_hang(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     """A dropped stream gives its claim back and emits events wherever the garbage collector finds it."""
     program = (

@@ -20,6 +20,8 @@ from benchmarks.harness import at_least, at_most
 from benchmarks.rows import peers
 from benchmarks.swap_rows import GRAMMAR, HUGGING_FACE, NEEDS, SWAPPED, Need
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 ROWS = [
     "handover", "first-token", "text-handover", "chain", "equal-chain", "decode", "detokenize", "bytes", "export",

@@ -23,6 +23,8 @@ from langgraph_latent.testing.catalogue import (
     save_toy,
 )
 
+pytestmark = pytest.mark.slow
+
 TOYS = catalogue()
 KINDS = {
     "bailing_hybrid": {"linear_attention", "full_attention"},

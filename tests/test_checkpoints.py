@@ -389,6 +389,7 @@ def run_and_kill(command: list[str], moment: int) -> list[str]:
     return result.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_loop_killed_again_and_again_ends_as_if_nothing_had_happened(
     example: Any, tiny_folder: Callable[..., Path], ws: LatentWorkspace, tmp_path: Path
 ) -> None:
@@ -408,6 +409,7 @@ def test_loop_killed_again_and_again_ends_as_if_nothing_had_happened(
     assert undisturbed["round"] == rounds
 
 
+@pytest.mark.slow
 def test_loop_killed_on_the_real_model_is_finished_by_another_process(
     example: Any, smol_chat: ChatLatent, ws: LatentWorkspace, tmp_path: Path
 ) -> None:

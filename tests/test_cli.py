@@ -43,6 +43,7 @@ def tiny_run(
     return run("demo", "--model", folder, "--json", "--max-tokens", 6, "--threads", 1, "--trace", trace), trace
 
 
+@pytest.mark.slow
 def test_demo_on_the_real_model_answers_equally_and_reads_half(smollm2: Path) -> None:
     result = run("demo", "--model", smollm2, "--json", "--max-tokens", 16)
     assert result.returncode == 0, result.stderr

@@ -536,6 +536,7 @@ def short_calls(chat: ChatLatent) -> tuple[list[tuple[str, int]], dict[tuple[str
     return random.Random(0).choices(sorts, k=1000), expected
 
 
+@pytest.mark.slow
 def test_a_thousand_short_calls_from_sixteen_threads_are_all_right(tiny_chat: ChatLatent, spy: Spy) -> None:
     calls, expected = short_calls(tiny_chat)
     num_threads = threading.active_count()
@@ -549,6 +550,7 @@ def test_a_thousand_short_calls_from_sixteen_threads_are_all_right(tiny_chat: Ch
     assert sum(spy.sizes) > 2 * len(spy.sizes)
 
 
+@pytest.mark.slow
 async def test_a_thousand_short_calls_from_an_event_loop_are_all_right(tiny_chat: ChatLatent, spy: Spy) -> None:
     calls, expected = short_calls(tiny_chat)
     num_threads = threading.active_count()

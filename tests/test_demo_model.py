@@ -142,6 +142,7 @@ def test_complete_folder_returns_at_once_without_torch(tmp_path: Path) -> None:
     assert leftovers(folder) == [folder.name]
 
 
+@pytest.mark.slow
 def test_killed_maker_leaves_nothing_half_made_and_two_at_once_give_one_folder(
     package: GgufPackage, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_branches_that_read_their_shared_context_once_are_exact(
     assert set(seen) == {3}
 
 
+@pytest.mark.slow
 def test_a_loop_is_exact_far_past_the_sliding_window(chat: ChatLatent) -> None:
     handle = None
     for turn in range(6):

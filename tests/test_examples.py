@@ -19,6 +19,8 @@ from pydantic import BaseModel
 from langgraph_latent import ChatLatent, LatentChannel
 from langgraph_latent.errors import ConfigError, PromptError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 COMMON = ROOT / "examples" / "common.py"
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {COMMON})

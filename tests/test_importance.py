@@ -18,6 +18,8 @@ from langgraph_latent.errors import ConfigError, UnsupportedLayerError
 from langgraph_latent.evaluation import importance
 from langgraph_latent.evaluation.importance import PASSAGES, Passage, best_layers, effect_kept, layer_importance
 
+pytestmark = pytest.mark.slow
+
 TEXTS = (
     Passage("the team reads the report that it knows", "what the team knows", "the report"),
     Passage("the answer hands over the team", "and writes", "the team decides"),

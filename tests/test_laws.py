@@ -176,6 +176,7 @@ def test_law_7_the_level_is_one_that_the_policy_allows(
                 stranger.invoke("and?", inherit=handle)
 
 
+@pytest.mark.slow
 def test_the_laws_hold_on_the_real_model(smollm2: Path, smol_chat: ChatLatent, ws: LatentWorkspace) -> None:
     a: list[BaseMessage] = [
         SystemMessage("You read reports and answer in one short sentence."),

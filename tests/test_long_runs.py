@@ -16,6 +16,8 @@ from typing_extensions import TypedDict
 from langgraph_latent import ChatLatent, KVHandle, LatentChannel, LatentNode, LatentWorkspace
 from langgraph_latent.kv.state import KVState
 
+pytestmark = pytest.mark.slow
+
 REPORT = "the team reads the report and hands over what it knows to the team that decides"
 SLACK_BYTES = 24 << 20
 

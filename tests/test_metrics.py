@@ -470,6 +470,7 @@ def task_file(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_and_remembers_parity(
     tiny_folder: Callable[..., Path], task_file: Path, tmp_path: Path
 ) -> None:
@@ -487,6 +488,7 @@ def test_the_command_prints_json_and_remembers_parity(
     assert "\x1b" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table(tiny_folder: Callable[..., Path], task_file: Path, tmp_path: Path) -> None:
     done = run(tiny_folder("gpt2"), task_file, "--system", "You decide.", memory=tmp_path)
     assert done.returncode == 0, done.stderr

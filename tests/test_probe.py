@@ -490,6 +490,7 @@ print(calls, len(model.spec.capabilities.refusals), model.spec.capabilities.posi
 """
 
 
+@pytest.mark.slow
 def test_another_process_runs_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANGGRAPH_LATENT_CACHE", str(tmp_path / "cache"))
     folder = tiny_model(tmp_path / "llama")

@@ -18,6 +18,8 @@ from benchmarks.retention.facts import NUM_DOCUMENTS, Case, case, cases, rotated
 from benchmarks.retention.rows import titles
 from benchmarks.retention.samples import Sample, Tally, difference, divergence, estimate, ratio
 
+pytestmark = pytest.mark.slow
+
 EXACT_ROWS = ("full", "full-2", "full-3", "full-5", "append", "compose-100%", "merge-3-100%")
 
 

@@ -12,6 +12,8 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 from langgraph_latent import ChatLatent, LatentWorkspace
 
+pytestmark = pytest.mark.slow
+
 LONG = "You are told a story. " + "The team that reads the report hands over what it knows. " * 10
 SAMPLED = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.9, "seed": 1}
 """Greedily, so small a model repeats one sentence until its tokens are used up when only JSON is asked of it."""
