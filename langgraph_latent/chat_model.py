@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -27,7 +26,7 @@ from transformers import StoppingCriteriaList
 from langgraph_latent import public
 from langgraph_latent.checks import check_names, check_whole_number
 from langgraph_latent.engine.limits import Limits
-from langgraph_latent.engine.loader import ModelKey
+from langgraph_latent.engine.loader import ModelKey, as_text
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.engine.sampling import Sampling
 from langgraph_latent.engine.scheduler import MAX_BATCH
@@ -124,8 +123,7 @@ class ChatLatent(BaseChatModel):
             inherited = set(BaseChatModel.model_fields)
             known = [name for name in cls.model_fields if name not in inherited]
             check_names("ChatLatent has no option", set(values) - inherited, known)
-            if isinstance(values.get("model"), Path):
-                values["model"] = str(values["model"])
+            values |= {name: as_text(values[name]) for name in ("model", "dtype", "device") if name in values}
         return values
 
     @model_validator(mode="after")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import random
 import shutil
 import socket
 import threading
@@ -18,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from langgraph_latent import ChatLatent, LatentWorkspace
-from langgraph_latent.engine import scheduler
+from langgraph_latent.engine import loader, scheduler
 from langgraph_latent.engine.loader import ModelKey, acquire, num_resident, release
 from langgraph_latent.engine.model import ResidentModel
-from langgraph_latent.errors import ContextLengthError, LatentError, ModelLoadError
+from langgraph_latent.errors import ConfigError, ContextLengthError, LatentError, ModelLoadError
 from langgraph_latent.events import Loaded
 from langgraph_latent.spec import digest
 from langgraph_latent.spec.compat import Level, compare
@@ -162,6 +164,92 @@ def test_a_folder_is_one_model_however_it_is_spelled(
         one = ChatLatent(model=str(folder), workspace=ws).load()
         two = ChatLatent(model=names[spelling], workspace=ws).load()
         assert id(two.resident().model) == id(one.resident().model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float32"},
+        {"dtype": "torch.float32"},
+        {"dtype": torch.float32},
+        {"dtype": "float"},
+        {"device": "cpu"},
+        {"device": torch.device("cpu")},
+        {"revision": "main"},
+        {"dtype": "float32", "device": "cpu"},
+    ],
+    ids=str,
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where auto is the CPU")
+def test_weights_are_one_however_the_options_are_spelled(
+    options: dict[str, Any], tiny_folder: Callable[..., Path], ws: LatentWorkspace
+) -> None:
+    folder = str(tiny_folder("llama", seed=41))
+    one, two = ChatLatent(model=folder, workspace=ws), ChatLatent(model=folder, workspace=ws, **options)
+    assert two.resident() is one.resident()
+
+
+def test_another_dtype_is_another_model(tiny_folder: Callable[..., Path], ws: LatentWorkspace) -> None:
+    folder = str(tiny_folder("llama", seed=41))
+    one, two = ChatLatent(model=folder, workspace=ws), ChatLatent(model=folder, workspace=ws, dtype="bfloat16")
+    assert two.spec.dtype == "bfloat16"
+    assert two.resident() is not one.resident()
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_workspace_that_is_garbage_collected_gives_its_models_back(tiny_folder: Callable[..., Path]) -> None:
+    folder, before = str(tiny_folder("llama", seed=41)), num_resident()
+    for _ in range(3):
+        ChatLatent(model=folder, workspace=LatentWorkspace(memory="64MiB")).invoke("x", max_tokens=1)
+    gc.collect()
+    assert num_resident() == before
+
+
+def test_models_that_are_given_back_while_the_books_are_locked_are_given_back_later(
+    tiny_folder: Callable[..., Path],
+) -> None:
+    """A workspace can be garbage-collected within any line of this very thread."""
+    key, before = ModelKey(str(tiny_folder("llama", seed=41))), num_resident()
+    acquire(key)
+    with loader._residents.lock:
+        release(key)
+    assert num_resident() == before
+
+
+def test_requests_go_on_while_another_model_is_loaded(
+    tiny_folder: Callable[..., Path], ws: LatentWorkspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    digests, chat = loader.digests, ChatLatent(model=str(tiny_folder("llama")), workspace=ws, max_tokens=3).load()
+    other = ChatLatent(model=str(tiny_folder("llama", seed=42)), workspace=ws, max_tokens=3)
+    same = ChatLatent(model=chat.model, workspace=ws, max_tokens=3)
+
+    def held(folder: Path) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return digests(folder)
+
+    monkeypatch.setattr(loader, "digests", held)
+    thread = threading.Thread(target=other.load)
+    thread.start()
+    try:
+        assert begun.wait(60)
+        assert chat.invoke("the team", timeout=60).text == same.invoke("the team", timeout=60).text
+        chat.close()
+    finally:
+        go.set()
+        thread.join(60)
+    assert other.invoke("the team").text
+
+
+def test_a_model_call_can_not_load_another_model(tiny_folder: Callable[..., Path], tiny_chat: ChatLatent) -> None:
+    other = ChatLatent(model=str(tiny_folder("llama", seed=43)), workspace=tiny_chat.workspace)
+    hook = tiny_chat.resident().model.model.layers[0].register_forward_pre_hook(lambda *_: other.load() and None)
+    try:
+        with pytest.raises(ConfigError, match="from within a model call"):
+            tiny_chat.invoke("the team")
+    finally:
+        hook.remove()
 
 
 def test_a_failed_load_leaves_nothing_and_can_be_tried_again(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
@@ -405,6 +493,35 @@ def test_changed_files_are_read_again(tiny_folder: Callable[..., Path], tmp_path
     (folder / "more.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     weights_digest(folder)
     assert len(hashed) == 4
+
+
+@pytest.mark.parametrize("how", ["in place", "put in its place"])
+def test_weights_of_equal_size_and_time_stamp_are_read_again(
+    how: str, tiny_folder: Callable[..., Path], tmp_path: Path, hashed: list[Path]
+) -> None:
+    """`cp -p`, and layers of images with fixed times: size and modification time are those of the weights before."""
+    folder = copied(tiny_folder("llama"), tmp_path / "own")
+    file, other = folder / "model.safetensors", tiny_folder("llama", seed=44) / "model.safetensors"
+    before, stat = weights_digest(folder), file.stat()
+    if how == "in place":
+        file.write_bytes(other.read_bytes())
+    else:
+        (folder / "new").write_bytes(other.read_bytes())
+        (folder / "new").replace(file)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert weights_digest(folder) == weights_digest(other.parent) != before
+
+
+def test_a_file_that_differs_in_its_bytes_alone_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a file system keeps no time of a change: a sample of the bytes tells them apart."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(1 << 20))
+    stat = file.stat()
+    before = digest._file_identity(file)
+    file.write_bytes(random.Random(1).randbytes(1 << 20))
+    monkeypatch.setattr(Path, "stat", lambda self, **_: stat)
+    assert digest._file_identity(file) != before
 
 
 @pytest.mark.parametrize("memory", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"a": 1}'])

@@ -28,6 +28,8 @@ MEMORY_FILE = "digests.json"
 SKETCH_VALUES = 4096
 """Values of each tensor that a sketch looks at, at most."""
 CHUNK_BYTES = 1 << 24
+SAMPLES, SAMPLE_BYTES = 64, 1 << 12
+"""Blocks of a file by which it is known again, and their size."""
 DTYPES = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -79,8 +81,8 @@ def weights_digest(folder: Path) -> str:
 def digests(folder: Path, watch: Watch | None = None) -> Digests:
     """The digests of the folder's safetensors files.
 
-    Computed once per set of files and remembered by path, size, modification time and inode; `watch` is called only
-    while they are computed. Raises `ModelLoadError` for a folder without safetensors, or with one that is damaged.
+    Computed once per set of files and remembered by path, size, times, inode and a sample of their bytes; `watch` is
+    called only while they are computed. Raises `ModelLoadError` for a folder without safetensors, or with one that is damaged.
     """
     files = weight_files(folder)
     if not files:
@@ -212,5 +214,17 @@ def remembered(
 
 
 def _file_identity(file: Path) -> str:
+    """What changes with a file's content: also where size and modification time were set to those of before."""
     stat = file.stat()
-    return f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
+    times = f"{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}"
+    return f"{file.resolve()}:{stat.st_size}:{times}:{_sample_digest(file, stat.st_size)}"
+
+
+def _sample_digest(file: Path, size: int) -> str:
+    """SHA-256 of blocks that are evenly spread over a file, the first and the last among them."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for begin in sorted({max(0, size - SAMPLE_BYTES) * part // (SAMPLES - 1) for part in range(SAMPLES)}):
+            stream.seek(begin)
+            digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -34,27 +34,34 @@ class ModelsInUse:
         self._meters: weakref.WeakKeyDictionary[ResidentModel, RateMeter] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()
         self._is_closed = False
+        self._held: list[ModelKey] = []
+        self._give_back = weakref.finalize(self, _release_all, self._held)
+        self._give_back.atexit = False
 
     def __len__(self) -> int:
         return len(self._models)
 
     def use(self, key: ModelKey, *, probe: bool) -> None:
         """Note one more user of a model and make it resident. Raises `ClosedError` and `ModelLoadError`."""
-        with self._lock:
-            self.check_open()
-            if key not in self._models:
-                self._load(key, probe=probe)
-            self._users[key] += 1
-
-    def _load(self, key: ModelKey, *, probe: bool) -> None:
         begin = time.perf_counter()
+        self.check_open()
         model = loader.acquire(key, probe=probe)
-        self._models[key] = model
+        with self._lock:
+            is_new = not self._is_closed and key not in self._models
+            if is_new:
+                self._models[key] = model
+                self._held.append(key)
+                self._note_loaded(model, time.perf_counter() - begin)
+            self._users[key] += 1
+        if not is_new:
+            loader.release(key)
+        self.check_open()
+
+    def _note_loaded(self, model: ResidentModel, seconds: float) -> None:
         if any(spec.weights == model.spec.weights for spec in self._specs.values()):
             self._twins.add(model.spec.weights)
         spec = self.note(model)
         self._meters.setdefault(model, RateMeter())
-        seconds = time.perf_counter() - begin
         device = str(model.device)
         self._emit(Loaded(model=spec.identity, name=spec.name, duration_s=seconds, device=device, dtype=spec.dtype))
 
@@ -72,14 +79,14 @@ class ModelsInUse:
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key], self._models[key]
+                self._held.remove(key)
                 loader.release(key)
 
     def close(self) -> None:
         """Give every model back. Closing twice is fine."""
         with self._lock:
             self._is_closed = True
-            for key in self._models:
-                loader.release(key)
+            self._give_back()
             self._models.clear()
             self._users.clear()
 
@@ -127,6 +134,12 @@ class ModelsInUse:
         """Take note of how long it took to move a cache to the model's device."""
         if meter := self._meters.get(model):
             meter.add_move(nbytes, seconds)
+
+
+def _release_all(keys: list[ModelKey]) -> None:
+    """Give models back, once: at the end, or when whoever used them is garbage-collected."""
+    while keys:
+        loader.release(keys.pop())
 
 
 def _closed() -> ClosedError:
