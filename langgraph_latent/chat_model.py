@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -24,7 +25,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from transformers import StoppingCriteriaList
 
 from langgraph_latent import public
-from langgraph_latent.checks import check_names, check_whole_number
+from langgraph_latent.checks import check_names, check_no_bools, check_whole_number
 from langgraph_latent.engine.limits import Limits
 from langgraph_latent.engine.loader import ModelKey, as_text
 from langgraph_latent.engine.model import ResidentModel
@@ -57,6 +58,7 @@ Options = Mapping[str, Any]
 Run = CallbackManagerForLLMRun | None
 AsyncRun = AsyncCallbackManagerForLLMRun | None
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "seed", "max_tokens")
+NUMBERS = (*SAMPLING_OPTIONS, "timeout", "max_queue", "max_retries")
 STOCK_OPTIONS = ("logits_processor", "stopping_criteria", "streamer")
 CALL_OPTIONS = ("inherit", *SAMPLING_OPTIONS, "stop", "timeout", "template_options", *TOOL_OPTIONS, *STOCK_OPTIONS)
 NO_OPTION = "ChatLatent takes no call option"
@@ -123,6 +125,7 @@ class ChatLatent(BaseChatModel):
             inherited = set(BaseChatModel.model_fields)
             known = [name for name in cls.model_fields if name not in inherited]
             check_names("ChatLatent has no option", set(values) - inherited, known)
+            check_no_bools(values, NUMBERS)
             values |= {name: as_text(values[name]) for name in ("model", "dtype", "device") if name in values}
         return values
 

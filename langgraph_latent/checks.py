@@ -5,8 +5,10 @@ A bool is not a number here, though Python says it is.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from langgraph_latent.errors import ConfigError
@@ -37,11 +39,34 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def as_number(value: Any) -> Any:
+    """A number of another type (NumPy's, a text, a float that is whole) as the int or float that it is.
+
+    Anything else, a bool too, as it is.
+    """
+    for kind in (int, float) if isinstance(value, str) else ():
+        with contextlib.suppress(ValueError):
+            return as_number(kind(value))
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    number = float(value)
+    return int(number) if number.is_integer() else number
+
+
 def check_whole_number(name: str, value: Any, at_least: int = 0, *, unit: str = "") -> None:
     """Raise `ConfigError`, which names the option, for anything but a whole number from `at_least` on."""
     if not is_whole_number(value, at_least):
         of_what = f" of {unit}" if unit else ""
         raise ConfigError(f"{name}={value!r} is impossible; it must be a whole number{of_what}, {at_least} or above")
+
+
+def check_no_bools(values: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise `ConfigError` for an option that is a number and was given as a bool, which Pydantic takes for one."""
+    for name in names:
+        if isinstance(values.get(name), bool):
+            raise ConfigError(f"{name}={values[name]!r} is impossible; it must be a number")
 
 
 def check_names(refusal: str, names: Iterable[str], known: Sequence[str]) -> None:

@@ -5,9 +5,11 @@ It knows prompts and state keys. It does not know models, caches or routes: thes
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import CodeType
 from typing import Annotated, Any, Literal
 
 from langchain_core.messages import AIMessage, BaseMessage, SystemMessage
@@ -20,7 +22,7 @@ from typing_extensions import TypedDict
 from langgraph_latent import public
 from langgraph_latent.channel import LatentChannel
 from langgraph_latent.chat_model import THINK_STEPS, ChatLatent
-from langgraph_latent.errors import ConfigError, PromptError
+from langgraph_latent.errors import ConfigError, PromptError, UnknownHandleError
 from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.handle.selection import Selection
 
@@ -86,7 +88,22 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         if select and "compose" not in self.inherit.values():
             raise ConfigError('select is for composed handles: pass inherit="compose" with it')
         self.options = options
+        self._asked = prompt
         self._prompt = _prompt_function(prompt)
+
+    def __getattr__(self, name: str) -> Any:
+        """LangGraph files a node's cached results under the name of its callable: nodes that differ have others."""
+        if name == "__qualname__":
+            return f"LatentNode.{self._digest()}"
+        raise AttributeError(f"a LatentNode has no attribute {name!r}")
+
+    def _digest(self) -> str:
+        """What its results follow from beside the state: the model and its options, the prompt, and its own options."""
+        chat = self.chat.model_dump(exclude={"callbacks", "cache", "metadata", "name", "tags", "verbose"})
+        tenant = self.chat.workspace.tenant if self.chat.workspace else ""
+        own = (self.mode, self.writes, self.latent, self.steps, self.inherit, self.select, self.options)
+        text = repr((sorted(chat.items()), tenant, own, _described(self._asked)))
+        return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()
 
     def invoke(self, input: Mapping[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> dict[str, Any]:
         """Run the node on a state; the update for it."""
@@ -95,7 +112,9 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
             return {self.latent: self.chat.read(messages, inherit=handles, config=config)}
         if self.steps is not None:
             return {self.latent: self.chat.think(messages, inherit=handles, steps=self.steps, config=config)}
-        return self._update(self.chat.invoke(messages, config, inherit=handles, **self.options))
+        reply = self.chat.invoke(messages, config, inherit=handles, **self.options)
+        handle = self._handle_of(reply) or self.chat.read([*messages, reply], inherit=handles, config=config)
+        return self._update(reply, handle)
 
     async def ainvoke(
         self, input: Mapping[str, Any], config: RunnableConfig | None = None, **kwargs: Any
@@ -106,7 +125,9 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
             return {self.latent: await self.chat.aread(messages, inherit=handles, config=config)}
         if self.steps is not None:
             return {self.latent: await self.chat.athink(messages, inherit=handles, steps=self.steps, config=config)}
-        return self._update(await self.chat.ainvoke(messages, config, inherit=handles, **self.options))
+        reply = await self.chat.ainvoke(messages, config, inherit=handles, **self.options)
+        handle = self._handle_of(reply) or await self.chat.aread([*messages, reply], inherit=handles, config=config)
+        return self._update(reply, handle)
 
     def _begin(self, state: Any, config: RunnableConfig | None) -> tuple[Sequence[BaseMessage], list[KVHandle]]:
         """The prompt's messages, and the handles under the inherited keys; a key that is not written yet adds none."""
@@ -133,11 +154,35 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
             handles += [] if value is None else [value] if isinstance(value, KVHandle) else value
         return handles
 
-    def _update(self, reply: AIMessage) -> dict[str, Any]:
-        update: dict[str, Any] = {self.latent: self.chat.handle(reply)}
+    def _handle_of(self, reply: AIMessage) -> KVHandle | None:
+        """The handle of a reply; None for one that LangChain's cache has from elsewhere: it is read as a message."""
+        try:
+            return self.chat.handle(reply)
+        except UnknownHandleError:
+            return None
+
+    def _update(self, reply: AIMessage, handle: KVHandle) -> dict[str, Any]:
+        update: dict[str, Any] = {self.latent: handle}
         if self.writes:
             update[self.writes] = [reply] if self.writes == "messages" else reply.text
         return update
+
+
+def _described(prompt: NodePrompt) -> str:
+    """A prompt as text that is equal in another process; of a function its name, its code and what that refers to."""
+    code = getattr(prompt, "__code__", None)
+    if code is None:
+        return repr(prompt)
+    cells = [cell.cell_contents for cell in getattr(prompt, "__closure__", None) or ()]
+    defaults = (getattr(prompt, "__defaults__", None), getattr(prompt, "__kwdefaults__", None))
+    name = f"{getattr(prompt, '__module__', '')}.{getattr(prompt, '__qualname__', '')}"
+    return repr((name, _code(code), cells, defaults))
+
+
+def _code(code: CodeType) -> tuple[Any, ...]:
+    """What a function does, without where it is written."""
+    constants = [_code(each) if isinstance(each, CodeType) else each for each in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
 
 def _inherit_modes(inherit: str | Sequence[str] | Mapping[str, str], latent: str) -> dict[str, str]:

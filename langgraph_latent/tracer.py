@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import warnings
 from collections import Counter, deque
 from pathlib import Path
 from typing import NamedTuple
 
 from langgraph_latent import public
+from langgraph_latent.checks import check_whole_number
+from langgraph_latent.disk_cache import home_expanded
 from langgraph_latent.errors import ConfigError
 from langgraph_latent.events import Decoded, Event, Prefilled, Routed
 
@@ -25,20 +29,29 @@ class TraceSummary(NamedTuple):
     decode_s: float
 
 
+def _opened(path: Path) -> int:
+    """A trace file to append to, made where it is not there; a special file is not waited for."""
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
+
+
 @public
 class LatentTracer:
     """Keeps the last `keep` events in memory and, with a path, appends each as one JSON line. Safe in threads.
 
-    With `checksums=True` every produced cache is read once more to record its SHA-256; slow, for debugging.
+    Several processes may write one file, which its owner alone can read. What can't be written later on (a full disk, a
+    removed folder) is warned of once and ends no call. With `checksums=True` every produced cache is read once more to
+    record its SHA-256; slow, for debugging. Raises `ConfigError` for a file that can't be written.
     """
 
     def __init__(self, path: str | Path | None = None, *, keep: int = 10_000, checksums: bool = False) -> None:
-        self.path = Path(path) if path is not None else None
+        check_whole_number("keep", keep)
+        self.path = home_expanded(path).absolute() if path is not None else None  # whatever becomes of the cwd
         self.checksums = checksums
+        self._has_warned = False
         if self.path is not None:
             try:
-                self.path.open("a").close()
-            except OSError as error:
+                os.close(_opened(self.path))
+            except (OSError, ValueError) as error:
                 raise ConfigError(f"the trace file {str(self.path)!r} can't be written: {error}") from error
         self._events: deque[Event] = deque(maxlen=keep)
         self._counts: Counter[str] = Counter()
@@ -60,8 +73,26 @@ class LatentTracer:
             self._events.append(event)
             self._count(event)
             if self.path is not None:
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(line)
+                self._write(self.path, line)
+
+    def _write(self, path: Path, line: str) -> None:
+        """Append a line, all of it in one go; after one that was cut off, on a line of its own."""
+        try:
+            file = _opened(path)
+            try:
+                size = os.fstat(file).st_size
+                is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+                whole = ("\n" * is_torn + line).encode("utf-8", "backslashreplace")
+                if os.write(file, whole) < len(whole):
+                    raise OSError("the line was written in part")
+            finally:
+                os.close(file)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"events are not written to {str(path)!r}: {error}; they are kept in memory", stacklevel=2
+                )
 
     def summary(self) -> TraceSummary:
         """Totals so far."""

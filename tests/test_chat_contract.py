@@ -13,6 +13,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
+import numpy
 import pytest
 import torch
 from langchain.agents import create_agent
@@ -31,12 +32,12 @@ from langgraph.graph.message import add_messages
 from langgraph.types import Command, interrupt
 from langgraph_supervisor import create_supervisor
 from langgraph_swarm import create_handoff_tool, create_swarm
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from transformers import MaxLengthCriteria
 
-from langgraph_latent import ChatLatent, KVHandle, LatentChannel, LatentWorkspace
+from langgraph_latent import ChatLatent, KVHandle, LatentChannel, LatentNode, LatentWorkspace
 from langgraph_latent.chat_model import CALL_OPTIONS
-from langgraph_latent.errors import ModelLoadError, RequestTimeoutError, UnknownHandleError
+from langgraph_latent.errors import ConfigError, ModelLoadError, RequestTimeoutError, UnknownHandleError
 
 STORY = "the team that reads the report hands over what it knows to the team that decides. "
 
@@ -625,3 +626,49 @@ def test_two_agents_that_alternate_keep_both_histories_cached(
             assert cache_read(reply) >= covered, turn
             replies[name] = reply
             history += [question, reply]
+
+
+# -- numbers of another type -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "means"),
+    [
+        ("temperature", 1, 1.0),
+        ("temperature", numpy.float32(0.5), 0.5),
+        ("temperature", "0.5", 0.5),
+        ("top_p", 1, 1.0),
+        ("top_k", 3.0, 3),
+        ("max_tokens", 4.0, 4),
+        ("max_tokens", numpy.int64(4), 4),
+        ("max_tokens", "4", 4),
+        ("seed", 7.0, 7),
+        ("seed", numpy.int32(7), 7),
+        ("timeout", 60, 60),
+        ("timeout", "60", 60),
+    ],
+)
+def test_a_number_of_another_type_means_the_same_wherever_an_option_is_given(
+    name: str, value: Any, means: Any, tiny_chat: ChatLatent
+) -> None:
+    sampled: dict[str, Any] = {"temperature": 0.7, "seed": 1, "max_tokens": 6}
+    expected = tiny_chat.invoke("the team", **{**sampled, name: means}).text
+    assert tiny_chat.invoke("the team", **{**sampled, name: value}).text == expected
+    assert tiny_chat.bind(**{**sampled, name: value}).invoke("the team").text == expected
+    made = ChatLatent(model=tiny_chat.model, workspace=tiny_chat.workspace, **{**sampled, name: value})
+    assert made.invoke("the team").text == expected
+    node = LatentNode(tiny_chat, prompt="the team", writes="answer", **{**sampled, name: value})
+    assert node.invoke({})["answer"] == expected
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "max_tokens", "seed", "timeout"])
+@pytest.mark.parametrize("value", [True, "many", [1], float("nan")])
+def test_what_is_no_number_is_refused_wherever_an_option_is_given(name: str, value: Any, tiny_chat: ChatLatent) -> None:
+    for give in (
+        lambda: tiny_chat.invoke("the team", **{name: value}),
+        lambda: tiny_chat.bind(**{name: value}).invoke("the team"),
+        lambda: LatentNode(tiny_chat, prompt="the team", **{name: value}),
+        lambda: ChatLatent(model=tiny_chat.model, workspace=tiny_chat.workspace, **{name: value}),
+    ):
+        with pytest.raises((ConfigError, ValidationError)):
+            give()

@@ -130,6 +130,19 @@ def test_trace_of_another_file_is_refused(tmp_path: Path, line: str, message: st
     assert_one_line_error(run("trace", path), message)
 
 
+def test_lines_that_were_cut_off_are_left_out_and_named(
+    tiny_run: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
+) -> None:
+    lines = tiny_run[1].read_text().splitlines()
+    path = tmp_path / "torn.jsonl"
+    path.write_text("\n".join([lines[0], lines[1][:50], lines[2], '{"a":' * 100_000]))
+    result = run("trace", path)
+    assert result.returncode == 0, result.stderr
+    assert len([line for line in result.stdout.splitlines() if line.strip().startswith(("0.", "time"))]) >= 2
+    assert "line 2 of" in result.stderr
+    assert "line 4 of" in result.stderr
+
+
 def test_output_without_json_has_tables_answers_and_verdict(
     tiny_folder: Callable[..., Path],
 ) -> None:

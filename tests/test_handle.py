@@ -496,3 +496,41 @@ def test_garbage_is_refused_by_our_own_error(data: bytes, field: str, deflated: 
     text = packed(data) if deflated else b64encode(data).decode()
     with pytest.raises(LatentError):
         KVHandle.from_dict(forged(**{field: text}))
+
+
+# -- nothing in it can be changed --------------------------------------------------------------------------------------
+
+
+def test_the_messages_of_a_handle_can_not_be_changed_and_copies_can() -> None:
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"a": [1, {"b": 2}]}}}
+    message = {"role": "assistant", "content": "x", "tool_calls": [call]}
+    handle = KVHandle.root("m").extend("prompt", "reader", pack_tokens([1, 2]), [message])
+    held = handle.segments[0].messages[0]
+    arguments = held["tool_calls"][0]["function"]["arguments"]
+    for change in (
+        lambda: held.update(content="y"),
+        lambda: held.__setitem__("content", "y"),
+        lambda: held.pop("content"),
+        lambda: held.setdefault("z", 1),
+        lambda: held.__ior__({"content": "y"}),
+        lambda: held["tool_calls"].append(1),
+        lambda: held["tool_calls"].__setitem__(0, 1),
+        lambda: arguments["a"].sort(),
+        lambda: arguments["a"][1].clear(),
+        lambda: handle.spans[0].messages[0].update(content="y"),
+    ):
+        with pytest.raises(TypeError, match="can't be changed"):
+            change()
+    assert held == message
+    by_pickle = pickle.loads(pickle.dumps(held))
+    for copied in (handle.messages[0], dict(held), copy.deepcopy(held), copy.copy(held), by_pickle):
+        assert copied == held
+        assert type(copied) is dict
+        copied["content"] = "y"
+    handle.messages[0]["tool_calls"][0]["function"]["arguments"]["a"].append(3)
+    message["content"] = call["id"] = "z"
+    handle.verify()
+    assert KVHandle.from_dict(handle.to_dict()) == handle
+    restored = KVHandle.from_dict(handle.to_dict())
+    with pytest.raises(TypeError):
+        restored.segments[0].messages[0]["content"] = "y"

@@ -7,10 +7,14 @@ from typing import Annotated, Any
 
 import pytest
 import torch
+from langchain_core.caches import InMemoryCache as LLMCache
+from langchain_core.globals import set_llm_cache
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
+from langgraph.cache.memory import InMemoryCache
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, StateGraph
+from langgraph.types import CachePolicy
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM
 from typing_extensions import TypedDict
@@ -283,3 +287,75 @@ def test_a_chat_model_for_the_default_workspace_serves_a_graph(tiny_folder: Call
         assert state["answer"] == alone(chat, REPORT, QUESTION)
     finally:
         LatentWorkspace.default().close()
+
+
+# -- caches of LangGraph and LangChain ---------------------------------------------------------------------------------
+
+
+def asking(chat: ChatLatent, **options: Any) -> StateGraph:
+    builder = StateGraph(State)
+    node = LatentNode(chat, **{"prompt": "{report}", "writes": "answer", **options})
+    builder.add_node("node", node, cache_policy=CachePolicy())
+    return builder.add_edge(START, "node")
+
+
+def closure(text: str) -> Callable[[Any], list[BaseMessage]]:
+    return lambda state: [HumanMessage(f"{text} {state['report']}")]
+
+
+def test_nodes_that_differ_do_not_share_results_in_a_node_cache(tiny_folder: Callable[..., Path]) -> None:
+    """langgraph#8753: nodes of one name in graphs that share a cache."""
+    cache = InMemoryCache()
+    with LatentWorkspace() as ws, LatentWorkspace(tenant="acme") as acme:
+        chat = ChatLatent(model=str(tiny_folder("llama")), workspace=ws, max_tokens=6)
+        other = ChatLatent(model=str(tiny_folder("llama", seed=1)), workspace=ws, max_tokens=6)
+        tenant = ChatLatent(model=chat.model, workspace=acme, max_tokens=6)
+        graphs = [
+            asking(chat),
+            asking(other),
+            asking(tenant),
+            asking(chat, prompt="say: {report}"),
+            asking(chat, prompt=[("system", "be brief"), ("human", "{report}")]),
+            asking(chat, prompt=closure("a")),
+            asking(chat, prompt=closure("b")),
+            asking(chat, max_tokens=3),
+            asking(chat, mode="read", writes=None),
+            asking(chat, mode="think", writes=None, steps=2),
+            asking(chat, inherit=()),
+            asking(ChatLatent(model=chat.model, workspace=ws, max_tokens=6, stop=["e"])),
+        ]
+        names = {graph.nodes["node"].runnable.__qualname__ for graph in graphs}
+        assert len(names) == len(graphs)
+        alone = [graph.compile().invoke({"report": "hi"}) for graph in graphs]
+        shared = [graph.compile(cache=cache).invoke({"report": "hi"}) for graph in graphs]
+        assert shared == alone
+        decoded = len(ws.tracer.events)
+        assert [graph.compile(cache=cache).invoke({"report": "hi"}) for graph in graphs] == alone
+        assert len(ws.tracer.events) == decoded
+        assert asking(chat).nodes["node"].runnable.__qualname__ == graphs[0].nodes["node"].runnable.__qualname__
+        assert asking(chat, prompt=closure("a")).nodes["node"].runnable.__qualname__ in names
+
+
+async def test_a_reply_that_langchain_cached_in_another_process_is_read_as_a_message(
+    tiny_folder: Callable[..., Path],
+) -> None:
+    """Two workspaces play two processes: the second does not know the handle of the first."""
+    set_llm_cache(LLMCache())
+    try:
+        states = []
+        for number in range(3):
+            with LatentWorkspace() as ws:
+                chat = ChatLatent(model=str(tiny_folder("llama")), workspace=ws, max_tokens=6)
+                graph = chain(
+                    LatentNode(chat, prompt="{report}", writes="answer"),
+                    LatentNode(chat, prompt=QUESTION, writes="answer", temperature=0),
+                ).compile()
+                call = {"report": "hi"}
+                states.append(await graph.ainvoke(call) if number == 2 else graph.invoke(call))
+        set_llm_cache(None)
+        report, reply, *_ = states[0]["latent"].messages
+        for state in states[1:]:
+            assert list(state["latent"].messages[:2]) == [report, reply]
+            assert state["answer"] == alone(chat, report["content"], AIMessage(reply["content"]), QUESTION)
+    finally:
+        set_llm_cache(None)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import stat
+import subprocess
+import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -140,3 +145,75 @@ def test_a_path_that_can_not_be_written_is_refused_before_the_run_and_not_in_it(
         LatentTracer(tmp_path / "no" / "such" / "folder" / "run.jsonl")
     with pytest.raises(ConfigError):
         LatentTracer(tmp_path)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+EVENT = Evicted(handle="kv-1", reason="budget")
+
+
+@pytest.mark.parametrize("how", ["full disk", "removed folder"])
+def test_what_can_not_be_written_is_warned_of_once_and_ends_no_call(how: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    tracer = LatentTracer("/dev/full" if how == "full disk" else folder / "run.jsonl")
+    if how == "removed folder":
+        (folder / "run.jsonl").unlink()
+        folder.rmdir()
+    with pytest.warns(UserWarning, match="events are not written to"):
+        tracer.emit(EVENT)
+    with warnings.catch_warnings(record=True) as later:
+        tracer.emit(EVENT)
+    assert later == []
+    assert tracer.events == (EVENT, EVENT)
+
+
+def test_the_file_stays_where_it_was_whatever_becomes_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracer = LatentTracer("run.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    tracer.emit(EVENT)
+    assert len(lines_of(tmp_path / "run.jsonl")) == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_its_owner_alone_can_read_the_file(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        LatentTracer(tmp_path / "run.jsonl").emit(EVENT)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "run.jsonl").stat().st_mode) == 0o600
+
+
+def test_a_line_that_was_cut_off_is_followed_by_whole_ones(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    LatentTracer(path).emit(EVENT)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:40])
+    LatentTracer(path).emit(EVENT)
+    lines = path.read_bytes().splitlines()
+    assert [line for line in lines if line.endswith(b"}")] == [lines[0], lines[2]]
+    assert json.loads(lines[2])["event"] == "evicted"
+
+
+def test_several_processes_write_whole_lines_to_one_file(tmp_path: Path) -> None:
+    script = (
+        "import sys; from langgraph_latent.tracer import LatentTracer; from langgraph_latent.events import Evicted\n"
+        "tracer = LatentTracer(sys.argv[1])\n"
+        "for _ in range(300): tracer.emit(Evicted(handle='kv-' + 'x' * 500, reason=sys.argv[2]))"
+    )
+    path = tmp_path / "run.jsonl"
+    running = [subprocess.Popen([sys.executable, "-c", script, str(path), str(number)]) for number in range(4)]
+    assert [process.wait(120) for process in running] == [0] * 4
+    reasons = [line["reason"] for line in lines_of(path)]
+    assert sorted(reasons) == sorted(str(number) for number in range(4) for _ in range(300))
+
+
+@pytest.mark.parametrize("keep", [-1, 1.5, "many", None])
+def test_an_impossible_number_of_kept_events_is_refused(keep: object) -> None:
+    with pytest.raises(ConfigError, match="keep="):
+        LatentTracer(keep=keep)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from langgraph_latent.cli.terminal import AsJson, Model, refuse, silence_loading, terminal
+from langgraph_latent.disk_cache import home_expanded
 from langgraph_latent.errors import ModelLoadError, UnsupportedLayerError
 from langgraph_latent.spec.spec import CAPABILITIES, ModelSpec
 
@@ -40,7 +40,7 @@ def _probe(model: str, as_json: bool) -> int:
 
 def _load_spec(model: str) -> ModelSpec:
     """Raises `ModelLoadError` before torch is imported where there are no weights to load."""
-    path = Path(model).expanduser()
+    path = home_expanded(model)
     has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))  # the loader refuses *.bin
     if path.is_file() or ((path / "config.json").is_file() and not has_weights):
         raise ModelLoadError(

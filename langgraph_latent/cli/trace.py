@@ -38,13 +38,19 @@ def trace(
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    """The events of a file that a `LatentTracer` wrote. Raises `TraceError`, naming the line."""
+    """The events of a file that a `LatentTracer` wrote, without lines that were cut off when their writer ended.
+
+    Raises `TraceError`, naming the line, for anything else.
+    """
     records = []
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
             record = json.loads(line)
             missing = [name for name in FIELDS if name not in record]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
+            if line.startswith(b"{") and not line.endswith(b"}"):
+                typer.echo(f"line {number} of {file} was cut off and is left out", err=True)
+                continue
             raise TraceError(f"{file}, line {number} is not a JSON record: {error}") from error
         if missing:
             raise TraceError(f"{file}, line {number} is not an event of a LatentTracer: it has no {missing[0]!r}")

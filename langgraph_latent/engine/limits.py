@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 
-from langgraph_latent.checks import check_whole_number, is_number, is_whole_number
+from langgraph_latent.checks import as_number, check_whole_number, is_number, is_whole_number
 from langgraph_latent.errors import ConfigError, RequestCancelledError, RequestTimeoutError
 
 POLL_S = 0.1
@@ -32,6 +32,8 @@ class Limits:
     began_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        for name in ("max_queue", "max_retries", "timeout"):
+            object.__setattr__(self, name, as_number(getattr(self, name)))
         if self.max_queue is not None and not is_whole_number(self.max_queue, 1):
             raise ConfigError(f"max_queue={self.max_queue!r} is impossible; it must be a whole number above 0, or None")
         check_whole_number("max_retries", self.max_retries)

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import cached_file
 
+from langgraph_latent.disk_cache import home_expanded
 from langgraph_latent.engine import cpu_thread
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import ConfigError, LatentError, ModelLoadError
@@ -34,7 +35,7 @@ class ModelKey(NamedTuple):
 
     def canonical(self) -> ModelKey:
         """The one key of the same model: a folder's true name, and what is meant by "auto" and by other spellings."""
-        folder = Path(self.name).expanduser()
+        folder = home_expanded(self.name)
         is_folder = bool(self.name) and folder.is_dir()
         device = _default_device() if self.device == "auto" else self.device
         return ModelKey(

@@ -18,12 +18,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from langgraph_latent.checks import is_number, is_whole_number
+from langgraph_latent.checks import as_number, is_number, is_whole_number
 from langgraph_latent.engine import cpu_thread
 from langgraph_latent.errors import ConfigError
 from langgraph_latent.handle.tokens import TOKEN_BYTES
 
 T = TypeVar("T")
+NUMBERS = ("temperature", "top_p", "top_k", "seed", "max_tokens")
 SPARE_TOKENS = 256
 MIN_TEMPERATURE = 1e-4
 """Below, logits divided by it leave float32."""
@@ -44,6 +45,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in NUMBERS:
+            object.__setattr__(self, name, as_number(getattr(self, name)))
         allowed = {
             "temperature": (
                 is_number(self.temperature) and (self.temperature == 0 or self.temperature >= MIN_TEMPERATURE),
@@ -61,6 +64,8 @@ class Sampling:
         for name, (is_allowed, meaning) in allowed.items():
             if not is_allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is impossible; it must be {meaning}")
+        for name in ("temperature", "top_p"):  # transformers takes no int
+            object.__setattr__(self, name, float(getattr(self, name)))
 
 
 class Sampler:

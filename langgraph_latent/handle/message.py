@@ -5,10 +5,11 @@ It knows no handles.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from langgraph_latent.errors import HandleError
 
@@ -35,15 +36,54 @@ def copied(message: Message) -> Message:
 
 
 def digested(header: str, messages: Sequence[Message], tail: bytes) -> tuple[tuple[Message, ...], str]:
-    """Copies of messages, and the SHA-256 of a header, these messages and a tail. Raises what `copied` raises."""
+    """Copies of messages that can't be changed, and the SHA-256 of a header, these messages and a tail.
+
+    Raises what `copied` raises.
+    """
     digest = hashlib.sha256(header.encode("utf-8", "surrogatepass"))
     copies = []
     for message in messages:
-        copy, canonical = _copied(message)
-        copies.append(copy)
+        own, canonical = _copied(message)
+        copies.append(frozen(own))
         digest.update(canonical)
     digest.update(tail)
     return tuple(copies), digest.hexdigest()
+
+
+class FrozenDict(dict[str, Any]):
+    """A mapping that can't be changed; a copy of it can, and equals it."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("what a handle holds can't be changed; handle.messages gives copies")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+
+class FrozenList(list[Any]):
+    """A list that can't be changed; a copy of it can, and equals it."""
+
+    _refuse = FrozenDict._refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        return copy.deepcopy(list(self), memo)
+
+
+def frozen(value: Any) -> Any:
+    """Plain values as ones that can't be changed, as deep as they go."""
+    if isinstance(value, dict):
+        return FrozenDict({name: frozen(each) for name, each in value.items()})
+    return FrozenList(map(frozen, value)) if isinstance(value, list) else value
 
 
 def _copied(message: Message) -> tuple[Message, bytes]:

@@ -82,7 +82,8 @@ def digests(folder: Path, watch: Watch | None = None) -> Digests:
     """The digests of the folder's safetensors files.
 
     Computed once per set of files and remembered by path, size, times, inode and a sample of their bytes; `watch` is
-    called only while they are computed. Raises `ModelLoadError` for a folder without safetensors, or with one that is damaged.
+    called only while they are computed. Raises `ModelLoadError` for a folder without safetensors, or with one that is
+    damaged.
     """
     files = weight_files(folder)
     if not files:

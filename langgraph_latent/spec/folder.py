@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from langgraph_latent.disk_cache import home_expanded
 from langgraph_latent.errors import ModelLoadError
 from langgraph_latent.spec.config import (
     ALIBI,
@@ -63,7 +64,7 @@ def folder_spec(name: str | Path, watch: Watch | None = None) -> ModelSpec:
 def _spec(name: str, watch: Watch | None) -> ModelSpec:
     path = find(name)
     folder = path.parent
-    is_alone = Path(name).expanduser().is_file()
+    is_alone = home_expanded(name).is_file()
     content = read_json(path)
     config = _decoder_config(path, content)
     files = [] if is_alone else weight_files(folder)
@@ -102,7 +103,7 @@ def _spec(name: str, watch: Watch | None) -> ModelSpec:
 
 def find(name: str) -> Path:
     """The config file of a folder, of a hub id or by itself."""
-    path = Path(name).expanduser()
+    path = home_expanded(name)
     if name and path.is_dir():
         if (path / "config.json").is_file():
             return path / "config.json"
