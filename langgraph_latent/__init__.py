@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from langgraph.checkpoint.serde import _msgpack  # private: the types that LangGraph's serialiser makes without asking
+
 if TYPE_CHECKING:
     from langgraph_latent.channel import LatentChannel
     from langgraph_latent.chat_model import ChatLatent
@@ -70,6 +72,11 @@ __all__ = [
     "compare",
     "merge",
 ]
+
+# A handle holds text and numbers, and checks them. It may lie in any key, list, Send or store, so whoever imports this
+# package can read it back: without a warning at every resume, and under LANGGRAPH_STRICT_MSGPACK too. Checkpoints of
+# version 0.1 name the second address.
+_msgpack.SAFE_MSGPACK_TYPES |= {(address, "KVHandle") for address in (__name__, f"{__name__}.handle")}
 
 Public = TypeVar("Public", bound=Callable[..., Any])
 

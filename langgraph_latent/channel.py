@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from langgraph._internal._typing import MISSING  # private: LangGraph's mark of an empty channel
 from langgraph.channels.base import BaseChannel
-from langgraph.checkpoint.serde import _msgpack  # private: the types that need no allowlist
 from langgraph.errors import InvalidUpdateError
 from langgraph.types import Overwrite
 from typing_extensions import Self
@@ -18,8 +17,6 @@ from langgraph_latent.handle.compose import merge
 from langgraph_latent.handle.handle import KVHandle
 
 POLICIES = ("last", "collect", "merge")
-ADDRESSES = (KVHandle.__module__, "langgraph_latent.handle")
-"""Modules that checkpoints name for a handle: of now, and of version 0.1."""
 
 
 @public
@@ -42,7 +39,6 @@ class LatentChannel(BaseChannel[Any, Any, Any]):
     def __init__(self, typ: Any = None, key: str = "", *, policy: Literal["last", "collect", "merge"] = "last") -> None:
         if policy not in POLICIES:
             raise ConfigError(f"policy={policy!r} is unknown; known policies: {', '.join(POLICIES)}")
-        _register_handle()
         super().__init__(typ, key)
         self.policy = policy
         self.value: tuple[KVHandle, ...] | None = None  # None: never written; (): emptied
@@ -92,14 +88,6 @@ class LatentChannel(BaseChannel[Any, Any, Any]):
             raise InvalidUpdateError(f"at key {self.key!r}: {error}") from error
         self.value = tuple(handles if self.policy == "collect" else handles[-1:])
         return True
-
-
-def _register_handle() -> None:
-    """Tell LangGraph's serialiser that KVHandle is safe to construct (it holds text and numbers, and checks them).
-
-    Without that, every resume would log a warning, or in strict mode fail on checkpoints of version 0.1.
-    """
-    _msgpack.SAFE_MSGPACK_TYPES |= {(module, KVHandle.__qualname__) for module in ADDRESSES}
 
 
 def _handles(value: Any) -> Iterator[KVHandle]:

@@ -37,7 +37,7 @@ from langgraph_latent.engine.probe import difference
 from langgraph_latent.errors import ContextLengthError, RouteError
 from langgraph_latent.events import Composed, Diverged, Event, Prefilled, Routed
 from langgraph_latent.handle.compose import composed, repaired
-from langgraph_latent.handle.handle import Composition
+from langgraph_latent.handle.segment import Composition
 from langgraph_latent.handle.selection import EVERY_KIND, WHOLE, excerpt_of
 from langgraph_latent.handle.tokens import unpack_tokens
 from langgraph_latent.kv.state import KVState

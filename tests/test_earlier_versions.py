@@ -42,7 +42,7 @@ from langgraph_latent import (
     Repair,
     RouteDecision,
 )
-from langgraph_latent.handle.handle import Composition
+from langgraph_latent.handle.segment import Composition
 from langgraph_latent.handle.tokens import pack_tokens
 
 SAVED = Path(__file__).parent / "fixtures" / "version_0_1"

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from langgraph_latent.errors import HandleError, LatentError
 from langgraph_latent.handle import KVHandle, Segment
-from langgraph_latent.handle.handle import LatentSteps
+from langgraph_latent.handle.segment import LatentSteps
 from langgraph_latent.handle.tokens import common_tokens, pack_tokens, unpack_tokens
 
 MODEL = "5f" * 16

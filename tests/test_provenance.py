@@ -25,8 +25,8 @@ from langgraph_latent import Repair, Selection, merge
 from langgraph_latent.errors import ConfigError, HandleError
 from langgraph_latent.handle import KVHandle, Segment
 from langgraph_latent.handle.compose import MAX_BLOCKS, compose_after, composed, repaired, without_contained
-from langgraph_latent.handle.handle import MAX_DEPTH, Block, Composition, LatentSteps
 from langgraph_latent.handle.packing import MAX_TOKENS
+from langgraph_latent.handle.segment import MAX_DEPTH, Block, Composition, LatentSteps
 from langgraph_latent.handle.selection import EVERY_KIND, WHOLE, Excerpt, excerpt_of
 from langgraph_latent.handle.tokens import pack_tokens
 from langgraph_latent.prompt.prompt import ends_open

@@ -29,8 +29,8 @@ from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.engine.scheduler import MAX_BATCH
 from langgraph_latent.evaluation.importance import layer_importance
 from langgraph_latent.evaluation.receiver import Start, predict, prefilled
-from langgraph_latent.handle.handle import Block, Composition
 from langgraph_latent.handle.message import Message
+from langgraph_latent.handle.segment import Block, Composition
 from langgraph_latent.handle.tokens import TOKEN_BYTES, unpack_tokens
 from langgraph_latent.kv.state import KVState
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from langgraph_latent.handle.handle import KVHandle, Segment
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.segment import Segment
 
 __all__ = ["KVHandle", "Segment"]

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from langgraph_latent import public
 from langgraph_latent.errors import ConfigError, HandleError
-from langgraph_latent.handle.handle import Composition, KVHandle, tokens_of
+from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.handle.repair import Repair
+from langgraph_latent.handle.segment import Composition, tokens_of
 from langgraph_latent.handle.selection import WHOLE, Excerpt, Selection, excerpt_if_any, excerpt_of
 from langgraph_latent.handle.tokens import TOKEN_BYTES
 

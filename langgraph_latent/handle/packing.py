@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,16 @@ from langgraph_latent.handle.tokens import TOKEN_BYTES
 
 VERSION = 2
 MAX_TOKENS = 1 << 22
-MAX_JSON_BYTES = 1 << 26
-JSON_BYTES_PER_TOKEN = 256
+MAX_JSON_BYTES = 1 << 24
+"""Of all rows of a handle and of its source handles together."""
+MAX_VALUES = 1 << 18
+"""Values in them, each of which takes far more memory than it takes text."""
+MAX_SEGMENTS = 1 << 16
 UNREADABLE = (LookupError, ValueError, TypeError, AttributeError, RecursionError, ConfigError, zlib.error)
 """What text that is not a packed form makes its readers raise."""
+
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_MARKS = re.compile(rb"[\[{,:]")
 
 Packed = tuple[int, bytes, Sequence[Any]]
 """A handle as plain values: size in bytes, packed tokens, and a row for each segment."""
@@ -39,14 +46,16 @@ def unpack(tokens: str, segments: str) -> Iterator[Packed]:
     Raises `HandleError` for what a newer version of this library wrote, and one of `UNREADABLE`.
     """
     own = _unpack_tokens(tokens)
-    sources, rows = _sources_and_rows(_unpack_json(segments, own))
-    num_tokens = len(own) // TOKEN_BYTES
+    text = _inflate(segments, MAX_JSON_BYTES)
+    sources, rows = _sources_and_rows(_read_json(text))
+    num_tokens, num_bytes = len(own) // TOKEN_BYTES, len(text)
     for nbytes, packed, inner in sources:
-        theirs = _unpack_tokens(packed)
+        theirs, text = _unpack_tokens(packed), _inflate(inner, MAX_JSON_BYTES - num_bytes)
         num_tokens += len(theirs) // TOKEN_BYTES
+        num_bytes += len(text)
         if num_tokens > MAX_TOKENS:
             raise ValueError(f"its blocks come from more than {MAX_TOKENS} tokens")
-        yield nbytes, theirs, _unpack_json(inner, theirs)
+        yield nbytes, theirs, _read_json(text)
     yield 0, own, rows
 
 
@@ -84,14 +93,12 @@ def _pack_json(content: Any) -> str:
     return _deflate(text.encode("utf-8", "surrogatepass"))
 
 
-def _unpack_json(text: str, tokens: bytes) -> Any:
-    """The rows of segments with these tokens.
-
-    A token stands for a bounded number of bytes, so few tokens can't carry JSON that inflates to gigabytes. What source
-    handles add is packed already and hardly inflates.
-    """
-    limit = (1 << 20) + JSON_BYTES_PER_TOKEN * (len(tokens) // TOKEN_BYTES) + 2 * len(text)
-    return json.loads(_inflate(text, min(limit, MAX_JSON_BYTES)).decode("utf-8", "surrogatepass"))
+def _read_json(text: bytes) -> Any:
+    """The rows in a JSON text, which holds a bounded number of values."""
+    num_values = len(_MARKS.findall(_STRINGS.sub(b"", text)))
+    if num_values > MAX_VALUES:
+        raise ValueError(f"it holds {num_values} values; at most {MAX_VALUES} are believed")
+    return json.loads(text.decode("utf-8", "surrogatepass"))
 
 
 def _deflate(data: bytes) -> str:

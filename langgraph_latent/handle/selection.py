@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from langgraph_latent import public
 from langgraph_latent.checks import is_number, is_whole_number
 from langgraph_latent.errors import ConfigError
-from langgraph_latent.handle.handle import MAX_WEIGHT, SEGMENT_KINDS, Block, KVHandle
+from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.handle.message import Message, Span
+from langgraph_latent.handle.segment import MAX_WEIGHT, SEGMENT_KINDS, Block
 
 EVERY_KIND = frozenset(SEGMENT_KINDS)
 NOT_SYSTEM = EVERY_KIND - {"system"}

@@ -5,7 +5,8 @@ It knows handles, not policies.
 
 from __future__ import annotations
 
-from langgraph_latent.handle.handle import Composition, KVHandle
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.segment import Composition
 
 
 def needs_packed_attention(handle: KVHandle) -> bool:

@@ -13,7 +13,8 @@ import torch
 from langgraph_latent.engine.limits import Limits
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import HandleError
-from langgraph_latent.handle.handle import Block, Composition, KVHandle, LatentSteps, Segment
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.segment import Block, Composition, LatentSteps, Segment
 from langgraph_latent.kv.move import Piece, append_moved
 from langgraph_latent.kv.repair import EARLY_LAYER, first_of_blocks, most_deviating
 from langgraph_latent.kv.state import KVState

@@ -16,8 +16,9 @@ import torch
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.engine.scheduler import RequestSlot
 from langgraph_latent.events import Decoded, Prefilled
-from langgraph_latent.handle.handle import KVHandle, LatentSteps, Provenance
+from langgraph_latent.handle.handle import KVHandle
 from langgraph_latent.handle.message import Message
+from langgraph_latent.handle.segment import LatentSteps, Provenance
 from langgraph_latent.handle.tokens import TOKEN_BYTES, pack_tokens, unpack_tokens
 from langgraph_latent.kv.state import KVState, KVTail
 from langgraph_latent.prompt.answer import AnswerPart

@@ -15,7 +15,8 @@ from langgraph_latent.engine.limits import Limits
 from langgraph_latent.engine.model import ResidentModel
 from langgraph_latent.errors import HandleError, ModelMismatchError, UnsupportedLayerError
 from langgraph_latent.events import Composed, Moved, Rebuilt
-from langgraph_latent.handle.handle import Composition, KVHandle, LatentSteps, handles_in
+from langgraph_latent.handle.handle import KVHandle
+from langgraph_latent.handle.segment import Composition, LatentSteps, handles_in
 from langgraph_latent.handle.tokens import TOKEN_BYTES, unpack_tokens
 from langgraph_latent.kv.state import KVState
 from langgraph_latent.router.choice import facts_of
