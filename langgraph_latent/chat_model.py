@@ -256,6 +256,7 @@ class ChatLatent(BaseChatModel):
         token, and `HandleError` (`ModelMismatchError` for another model's).
         """
         check_budget(num_tokens, sinks, window)
+        handle = KVHandle.given(handle)
         services = self._loaded_workspace().services
         caller = Caller(limits=self._limits({}))
         return within_budget(services, handle, num_tokens, self.resident(), caller, sinks=sinks, window=window)
@@ -270,7 +271,7 @@ class ChatLatent(BaseChatModel):
         Tensors that are gone are rebuilt first. Raises `HandleError` (`ModelMismatchError` for another model's).
         """
         caller = Caller(limits=self._limits({}))
-        return export(self._loaded_workspace().services, handle, self.resident(), path, caller)
+        return export(self._loaded_workspace().services, KVHandle.given(handle), self.resident(), path, caller)
 
     def ingest_kv_cache(self, source: str | Path | bytes) -> KVHandle:
         """Take an exported file or byte string into the workspace, after verifying every part of it.
@@ -486,7 +487,7 @@ class ChatLatent(BaseChatModel):
     def _handles_of(self, inherit: Inherited) -> list[KVHandle]:
         """Handles, for replies the ones that they have."""
         several: Sequence[Any] = inherit if isinstance(inherit, list | tuple) else () if inherit is None else (inherit,)
-        return [self.handle(each) if isinstance(each, AIMessage) else each for each in several]
+        return [self.handle(each) if isinstance(each, AIMessage) else KVHandle.given(each) for each in several]
 
     def _loaded_workspace(self) -> LatentWorkspace:
         """The workspace, in which this chat model's model is resident."""

@@ -151,7 +151,8 @@ class LatentNode(Runnable[Mapping[str, Any], dict[str, Any]]):
         handles: list[KVHandle] = []
         for key in (key for key, each in self.inherit.items() if each == mode):
             value = state.get(key)
-            handles += [] if value is None else [value] if isinstance(value, KVHandle) else value
+            several = value if isinstance(value, list | tuple) else () if value is None else (value,)
+            handles += map(KVHandle.given, several)
         return handles
 
     def _handle_of(self, reply: AIMessage) -> KVHandle | None:

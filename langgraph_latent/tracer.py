@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -32,6 +33,14 @@ class TraceSummary(NamedTuple):
 def _opened(path: Path) -> int:
     """A trace file to append to, made where it is not there; a special file is not waited for."""
     return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
+
+
+def _wait_for_other_writers(file: int) -> None:
+    """A line that another process has written by half is not a torn one. Ends as the file is closed."""
+    with contextlib.suppress(ImportError, OSError):  # no such locks on this system, or on this file
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @public
@@ -80,6 +89,7 @@ class LatentTracer:
         try:
             file = _opened(path)
             try:
+                _wait_for_other_writers(file)
                 size = os.fstat(file).st_size
                 is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
                 whole = ("\n" * is_torn + line).encode("utf-8", "backslashreplace")

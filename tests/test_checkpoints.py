@@ -336,6 +336,122 @@ def test_pin_across_a_pause_saves_the_rebuild(tiny_chat: ChatLatent, ws: LatentW
     assert last.cache_read == paused["latent"].num_tokens
 
 
+# -- every place in which LangGraph may store a value ------------------------------------------------------------------
+
+PLACES = """
+import asyncio, json, sys, warnings
+import langgraph_latent
+from typing import Any
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.checkpoint.serde.encrypted import EncryptedSerializer
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
+from langgraph.graph import END, START, StateGraph
+from langgraph.types import Command, Send, interrupt
+from typing_extensions import TypedDict
+
+sys.path.insert(0, sys.argv[3])
+from test_handle import example
+
+DB, HOW = sys.argv[1], sys.argv[2]
+
+class Nested(TypedDict, total=False):
+    plain: Any
+    inside: Any
+    sent: Any
+    asked: Any
+
+HANDLE = example()
+
+def is_handle(value):
+    from langgraph_latent import KVHandle
+    assert KVHandle.given(value) == HANDLE, type(value)
+
+def begin(state):
+    return {"plain": HANDLE, "inside": {"a": [HANDLE, {"b": HANDLE}]}}
+
+def worker(payload):
+    is_handle(payload["kv"]), is_handle(payload["deep"]["kv"][0])
+    answer = interrupt({"kv": HANDLE})
+    is_handle(answer["kv"])
+    return {"sent": payload["kv"], "asked": answer}
+
+def check(state):
+    is_handle(state["plain"]), is_handle(state["inside"]["a"][0]), is_handle(state["inside"]["a"][1]["b"])
+    is_handle(state["sent"]), is_handle(state["asked"]["kv"])
+    return Command(update={"plain": state["plain"]}, goto=END)
+
+builder = StateGraph(Nested)
+builder.add_node("begin", begin), builder.add_node("worker", worker), builder.add_node("check", check)
+builder.add_edge(START, "begin"), builder.add_edge("worker", "check")
+send = Send("worker", {"kv": HANDLE, "deep": {"kv": [HANDLE]}})
+builder.add_conditional_edges("begin", lambda state: [send], ["worker"])
+config = {"configurable": {"thread_id": "1"}}
+
+class Swap:
+    def encrypt(self, plain): return "swap", bytes(255 - byte for byte in plain)
+    def decrypt(self, name, data): return bytes(255 - byte for byte in data)
+
+def serde():
+    if "encrypted" in HOW:
+        return EncryptedSerializer(Swap(), JsonPlusSerializer())
+    return JsonPlusSerializer(allowed_msgpack_modules=[]) if "listed" in HOW else JsonPlusSerializer()
+
+def seen(value):
+    (asked,) = value["__interrupt__"]
+    is_handle(asked.value["kv"])
+
+def run():
+    with SqliteSaver.from_conn_string(DB) as saver:
+        saver.serde = serde()
+        graph = builder.compile(checkpointer=saver)
+        if "resume" in HOW:
+            graph.invoke(Command(resume={"kv": HANDLE}), config)
+            is_handle(graph.get_state(config).values["plain"])
+        else:
+            seen(graph.invoke({}, config))
+
+async def arun():
+    async with AsyncSqliteSaver.from_conn_string(DB) as saver:
+        saver.serde = serde()
+        graph = builder.compile(checkpointer=saver)
+        if "resume" in HOW:
+            await graph.ainvoke(Command(resume={"kv": HANDLE}), config)
+            is_handle((await graph.aget_state(config)).values["plain"])
+        else:
+            seen(await graph.ainvoke({}, config))
+
+import logging
+warned = []
+
+class Seen(logging.Handler):
+    def emit(self, record):
+        warned.append(record.getMessage())
+
+logging.getLogger("langgraph").addHandler(Seen())
+asyncio.run(arun()) if "async" in HOW else run()
+assert not [line for line in warned if "KVHandle" in line], warned
+print("held")
+"""
+
+
+@pytest.mark.parametrize("is_strict", [False, True], ids=["permissive", "strict"])
+@pytest.mark.parametrize("how", ["plain", "listed", "encrypted", "async", "async encrypted"])
+def test_a_handle_comes_back_from_every_place_in_which_langgraph_stores_it(
+    how: str, is_strict: bool, tmp_path: Path
+) -> None:
+    """Another process resumes, which has made no channel: plain keys, nested ones, Send payloads, interrupts."""
+    strict = {"LANGGRAPH_STRICT_MSGPACK": "true"} if is_strict else {}
+    for step in ("begin", "resume"):
+        command = [sys.executable, "-W", "error::UserWarning", "-c", PLACES, str(tmp_path / "db"), f"{how} {step}"]
+        result = subprocess.run(
+            [*command, str(ROOT / "tests")], env=environment(**strict), capture_output=True, text=True, timeout=120
+        )
+        assert result.stdout.strip() == "held", result.stderr
+        assert "KVHandle" not in result.stderr
+
+
 # -- kill -9 ----------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing_extensions import TypedDict
 
 from langgraph_latent.errors import HandleError, LatentError
 from langgraph_latent.handle import KVHandle, Segment
@@ -447,6 +450,27 @@ BOMBS: dict[str, Callable[[], dict[str, Any]]] = {
     "64 MB of numbers": lambda: forged(segments=packed(b"[" + b"1.5," * ((64 << 20) // 4 - 2) + b"1]")),
     "lists 100,000 deep": lambda: forged(segments=packed(b"[" * 100_000)),
     "messages 900 deep": lambda: forged(segments=packed(deep(900))),
+    "300 blocks of 2 million tokens": lambda: forged(
+        tokens=packed(b"\x02\0\0"),
+        segments=packed(
+            json.dumps(
+                {
+                    "version": 2,
+                    "sources": [
+                        [0, packed(b"\x02" + bytes(1 << 22)), with_rows([["prompt", "", 1 << 21, []]])["segments"]]
+                    ],
+                    "rows": [["moved", "", 1, [], "", {"blocks": [[0, 1, 1 << 21, 1.0, None]] * 300, "repair": None}]],
+                }
+            ).encode()
+        ),
+    ),
+    "2 million segments": lambda: {
+        **with_rows([["prompt", "", 1, []]] * (1 << 21)),
+        "tokens": packed(b"\x02" + bytes(1 << 22)),
+    },
+    "a message of 60 million characters": lambda: with_rows(
+        [["prompt", "", 1, [{"role": "user", "content": "\U0001f600" + "x" * 60_000_000}]]]
+    ),
 }
 
 
@@ -534,3 +558,75 @@ def test_the_messages_of_a_handle_can_not_be_changed_and_copies_can() -> None:
     restored = KVHandle.from_dict(handle.to_dict())
     with pytest.raises(TypeError):
         restored.segments[0].messages[0]["content"] = "y"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.sampled_from([0, 1, 1000, 60_000, 600_000]),
+    where=st.sampled_from(["content", "name", "reasoning_content", "source", "arguments"]),
+    what=st.text(min_size=1, max_size=5),
+    num_tokens=st.integers(0, 3),
+)
+def test_whatever_a_handle_can_hold_can_be_read_back(size: int, where: str, what: str, num_tokens: int) -> None:
+    """Also what says far more than its tokens: reasoning that a template drops, a long name."""
+    long = (what * (size // len(what) + 1))[:size]
+    message: dict[str, Any] = {"role": "assistant", "content": "x"}
+    if where == "arguments":
+        arguments = {"list": list(range(size // 100)), "text": long}
+        message["tool_calls"] = [{"type": "function", "id": "1", "function": {"name": "f", "arguments": arguments}}]
+    elif where != "source":
+        message[where] = long
+    source = long if where == "source" else "reader"
+    tokens = pack_tokens(range(1, num_tokens + 1))
+    handle = KVHandle.root(MODEL).extend("prompt", source, tokens, [message])
+    assert KVHandle.from_dict(json.loads(json.dumps(handle.to_dict()))) == handle
+
+
+def test_what_could_not_be_read_back_is_not_made() -> None:
+    message = {"role": "assistant", "content": "x" * 10_000_000}
+    with pytest.raises(HandleError, match="too long for a handle"):
+        KVHandle.root(MODEL).extend("prompt", "reader", pack_tokens([1]), [message])
+
+
+# -- as a field of Pydantic's models, dataclasses and typed mappings ---------------------------------------------------
+
+
+class Model(BaseModel):
+    handle: KVHandle | None = None
+    handles: list[KVHandle] = []
+
+
+@pydantic_dataclass
+class Record:
+    handle: KVHandle
+
+
+class Mapped(TypedDict):
+    handle: KVHandle
+
+
+def test_a_handle_goes_through_pydantic_in_json_and_python_mode() -> None:
+    handle = example()
+    model = Model(handle=handle, handles=[handle, handle])
+    assert Model.model_validate_json(model.model_dump_json()) == model
+    assert Model.model_validate(json.loads(json.dumps(model.model_dump(mode="json")))) == model
+    assert Model.model_validate(model.model_dump()) == model
+    assert model.model_dump()["handle"] == handle.to_dict()
+    assert Model.model_validate({"handle": handle.to_dict(), "handles": [handle.to_dict()]}).handle == handle
+    for kind, value in ((Record, Record(handle)), (Mapped, {"handle": handle}), (KVHandle, handle)):
+        adapter = TypeAdapter(kind)
+        assert adapter.validate_json(adapter.dump_json(value)) == value
+        assert adapter.validate_python(adapter.dump_python(value)) == value
+        assert adapter.validate_python(adapter.dump_python(value, mode="json")) == value
+    assert Model.model_json_schema()["properties"]["handles"]["items"]["title"] == "KVHandle"
+
+
+@pytest.mark.parametrize("value", [5, "kv-1", {}, {"id": "kv-1"}, [], object()])
+def test_pydantic_refuses_what_is_no_handle(value: Any) -> None:
+    with pytest.raises(ValidationError):
+        Model.model_validate({"handle": value})
+
+
+def test_pydantic_refuses_an_altered_handle() -> None:
+    with pytest.raises(ValidationError, match="altered"):
+        Model.model_validate({"handle": {**example().to_dict(), "tenant": "other"}})

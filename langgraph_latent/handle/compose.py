@@ -33,6 +33,7 @@ def merge(handles: Sequence[KVHandle]) -> KVHandle:
     """
     if not isinstance(handles, list | tuple) or not handles:
         raise ConfigError("there is nothing to merge; pass a list of at least one handle")
+    handles = [KVHandle.given(handle) for handle in handles]
     _check_alike(handles)
     lead, *others = without_contained(handles) or handles[:1]
     num_shared = _shared_tokens([lead, *others])

@@ -16,6 +16,7 @@ from typing import Any
 
 from langgraph_latent import public
 from langgraph_latent.errors import HandleError
+from langgraph_latent.handle.given import HandleForms
 from langgraph_latent.handle.message import Message, Span, copied
 from langgraph_latent.handle.packing import UNREADABLE, pack, unpack
 from langgraph_latent.handle.repair import Repair
@@ -30,7 +31,7 @@ def _handle_id(model: str, tenant: str, segments: Iterable[Segment]) -> str:
 
 @dataclass(frozen=True, repr=False)
 @public
-class KVHandle:
+class KVHandle(HandleForms):
     """What one sequence's KV cache can be made from, anywhere and at any time.
 
     Attributes:

@@ -16,6 +16,9 @@ from langgraph_latent.errors import HandleError
 Message = dict[str, Any]
 """One chat message as plain data: `role`, `content` and, where present, `name`, `tool_calls`, `tool_call_id`."""
 
+MAX_MESSAGE_BYTES = 1 << 23
+"""Of the messages of one segment as JSON."""
+
 
 class Span(NamedTuple):
     """Tokens begin to end of a handle, of one kind and source, and their messages. Moved tokens keep those they had."""
@@ -38,14 +41,20 @@ def copied(message: Message) -> Message:
 def digested(header: str, messages: Sequence[Message], tail: bytes) -> tuple[tuple[Message, ...], str]:
     """Copies of messages that can't be changed, and the SHA-256 of a header, these messages and a tail.
 
-    Raises what `copied` raises.
+    Raises what `copied` raises, and `HandleError` for more bytes than can be read back.
     """
-    digest = hashlib.sha256(header.encode("utf-8", "surrogatepass"))
+    head = header.encode("utf-8", "surrogatepass")
+    digest, num_bytes = hashlib.sha256(head), len(head)
     copies = []
     for message in messages:
         own, canonical = _copied(message)
         copies.append(frozen(own))
         digest.update(canonical)
+        num_bytes += len(canonical)
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise HandleError(
+            f"messages of {num_bytes:,} bytes are too long for a handle, which holds {MAX_MESSAGE_BYTES:,}"
+        )
     digest.update(tail)
     return tuple(copies), digest.hexdigest()
 

@@ -11,6 +11,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from langgraph_latent.checks import is_whole_number
@@ -27,8 +28,8 @@ MAX_SEGMENTS = 1 << 16
 UNREADABLE = (LookupError, ValueError, TypeError, AttributeError, RecursionError, ConfigError, zlib.error)
 """What text that is not a packed form makes its readers raise."""
 
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_MARKS = re.compile(rb"[\[{,:]")
+_MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|([\[{,:])', re.DOTALL)
+"""A string, or what stands before each value."""
 
 Packed = tuple[int, bytes, Sequence[Any]]
 """A handle as plain values: size in bytes, packed tokens, and a row for each segment."""
@@ -89,15 +90,19 @@ def _unpack_tokens(text: str) -> bytes:
 
 
 def _pack_json(content: Any) -> str:
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return _deflate(text.encode("utf-8", "surrogatepass"))
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    if len(text) > MAX_JSON_BYTES:
+        raise HandleError(
+            f"a handle whose messages are {len(text):,} bytes is not stored; at most {MAX_JSON_BYTES:,} are"
+        )
+    return _deflate(text)
 
 
 def _read_json(text: bytes) -> Any:
     """The rows in a JSON text, which holds a bounded number of values."""
-    num_values = len(_MARKS.findall(_STRINGS.sub(b"", text)))
-    if num_values > MAX_VALUES:
-        raise ValueError(f"it holds {num_values} values; at most {MAX_VALUES} are believed")
+    values = (found for found in _MARKS.finditer(text) if found.lastindex)
+    if next(islice(values, MAX_VALUES, None), None) is not None:
+        raise ValueError(f"it holds more than {MAX_VALUES} values")
     return json.loads(text.decode("utf-8", "surrogatepass"))
 
 

@@ -105,7 +105,7 @@ class LatentWorkspace:
 
     def check(self, handle: KVHandle) -> None:
         """Raise `HandleError` for what is not a sound handle, `TenantError` for another tenant's."""
-        self.services.keeper.check(handle)
+        self.services.keeper.check(KVHandle.given(handle))
 
     def explain(
         self,
@@ -123,6 +123,7 @@ class LatentWorkspace:
         """
         if isinstance(other := getattr(receiver, "workspace", None), LatentWorkspace) and other is not self:
             return other.explain(handle, receiver, node=node, first=first, template_inputs=template_inputs)
+        handle = KVHandle.given(handle)
         self.check(handle)
         situation = self.services.routing.situation_for(handle, receiver, first=first, template_inputs=template_inputs)
         return explain(self.router, handle, situation, node)
@@ -131,15 +132,15 @@ class LatentWorkspace:
 
     def evict(self, handle: KVHandle) -> None:
         """Let a handle's tensors go; the handle still works, its cache is rebuilt when needed."""
-        self.services.keeper.evict(handle)
+        self.services.keeper.evict(KVHandle.given(handle))
 
     def pin(self, handle: KVHandle, ttl_s: float | None = None) -> bool:
         """Keep a handle's tensors in memory until `unpin`, or for `ttl_s` seconds; False when they are gone already."""
-        return self.pool.pin(handle.id, ttl_s)
+        return self.pool.pin(KVHandle.given(handle).id, ttl_s)
 
     def unpin(self, handle: KVHandle) -> None:
         """Let a handle's tensors be evicted again."""
-        self.services.keeper.unpin(handle)
+        self.services.keeper.unpin(KVHandle.given(handle))
 
     def release(self, thread_id: str) -> None:
         """Drop the tensors that only this LangGraph thread made and nobody pinned; call it with `delete_thread`."""
@@ -157,7 +158,7 @@ class LatentWorkspace:
 
         Raises `ModelMismatchError` for a handle of another model, and `HandleError`.
         """
-        return self.services.materializer.state_of(handle, model)
+        return self.services.materializer.state_of(KVHandle.given(handle), model)
 
     # -- the whole ------------------------------------------------------------------------------------------------
 
